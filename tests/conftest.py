@@ -1,0 +1,42 @@
+"""For all tests: hypothesis draws the same everywhere, and launch.py learns what each rank did."""
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# All ranks draw and shrink in step; a database or a deadline would differ between them.
+settings.register_profile("jaxcomm", derandomize=True, database=None, deadline=None)
+settings.load_profile("jaxcomm")
+
+SEVERITY = ("passed", "skipped", "failed")
+
+
+class Journal:
+    """A line at the start and at the end of each test, in the file that launch.py reads."""
+
+    def __init__(self, path: str):
+        self.path, self.outcome = path, "passed"
+
+    def write(self, line: str) -> None:
+        with open(self.path, "a") as file:
+            file.write(line + "\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.outcome = "passed"
+        self.write(f"start {nodeid}")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.outcome = max(self.outcome, report.outcome, key=SEVERITY.index)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.write(f"{self.outcome} {nodeid}")
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self.write(f"exit {int(exitstatus)}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = os.environ.get("JAXCOMM_TEST_JOURNAL")
+    if path:
+        config.pluginmanager.register(Journal(path))

@@ -45,9 +45,9 @@ class BuildExt(build_ext.build_ext):
 bridge = Extension(
     "jaxcomm._native.bridge",
     [str(NATIVE / "bridge.pyx"), str(NATIVE / "handlers.cpp")],
-    depends=sorted(str(path) for path in NATIVE.iterdir() if path.suffix in {".hpp", ".inc"}),
+    depends=["setup.py", *(str(path) for path in sorted(NATIVE.iterdir()) if path.suffix in {".hpp", ".inc"})],
     include_dirs=[str(NATIVE)],
-    extra_compile_args=["-std=c++17", "-O2", "-fvisibility=hidden", "-isystem", jaxlib_headers()],
+    extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden", "-isystem", jaxlib_headers()],
     libraries=["dl", "pthread"],
     language="c++",
 )

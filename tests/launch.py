@@ -6,8 +6,8 @@ From the shell: run pytest on every rank and compare what the ranks did:
 
 From a test in tests/jobs (never below an mpiexec): `launch(["-c", code], ranks=3)` returns a Result.
 
-Each rank writes to files in a folder of its own job (rank.py), whose path is also in its environment: that is how
-a process id is known to belong to this job before it gets a signal.
+The ranks write to files in a folder of the job (rank.py). Its path is in their environment too: so the processes that
+belong to the job are known, and no others get a signal.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-JOB = "JAXCOMM_TEST_JOB"
+JOB, JOURNAL = "JAXCOMM_TEST_JOB", "JAXCOMM_TEST_JOURNAL"
 TAIL = 60
 
 # What an mpiexec above this process, or the user's shell, says about another job.
-FOREIGN = ("HYDI_", "HYDRA_", "I_MPI_", "MPIEXEC_", "MPIR_", "MPI_", "OMPI_", "PMI", "PRTE_", "JAXCOMM_TEST_")
+FOREIGN = ("HYDI_", "HYDRA_", "I_MPI_", "MPIEXEC_", "MPIR_", "MPI_", "OMPI_", "PMI", "PRTE_", JOB, JOURNAL)
 
 # Defaults that the caller's environment overrides. One thread a rank: the ranks themselves fill the cores.
 DEFAULTS = {
@@ -40,8 +40,9 @@ DEFAULTS = {
     "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
 
-# SIGABRT makes every rank print its stacks; the package under test is the installed one, not the working tree's.
-ALWAYS = {"PYTHONFAULTHANDLER": "1", "PYTHONSAFEPATH": "1"}
+# SIGABRT makes every rank print its stacks; the package under test is the installed one, not the working tree's; and
+# the environments are installed without byte code, which the first run is to leave behind.
+ALWAYS = {"PYTHONFAULTHANDLER": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": ""}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,10 @@ class Rank:
     @property
     def outcomes(self) -> list[str]:
         return [line for line in self.journal if not line.startswith(("start ", "exit "))]
+
+    @property
+    def finished(self) -> bool:
+        return self.last.startswith("exit ")
 
     @property
     def last(self) -> str:
@@ -155,14 +160,15 @@ class Job:
         ]
         return Result(returncode, self.seconds, self.read("mpiexec"), tuple(ranks))
 
-    def alive(self) -> list[int]:
-        """The ranks' processes that still run: a reused id or a zombie has not our folder in its environment."""
+    def processes(self, rank: bool) -> list[int]:
+        """What runs of the job: the ranks, or mpiexec and its helpers. A zombie has no environment any more."""
+        mine, journal = f"{JOB}={self.folder}".encode(), f"{JOURNAL}=".encode()
         found = []
-        for file in self.folder.glob("*.pid"):
-            with suppress(OSError, ValueError):
-                pid = int(file.read_text())
-                if f"{JOB}={self.folder}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    found.append(pid)
+        for file in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                variables = file.read_bytes().split(b"\0")
+                if mine in variables and rank == any(name.startswith(journal) for name in variables):
+                    found.append(int(file.parent.name))
         return found
 
     def wait(self, seconds: float, done: Callable[[], bool]) -> bool:
@@ -171,28 +177,26 @@ class Job:
             time.sleep(0.02)
         return done()
 
-    def signal_ranks(self, number: int) -> None:
-        for pid in self.alive():
+    def signal(self, number: int, rank: bool) -> None:
+        for pid in self.processes(rank):
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def signal_mpiexec(self, number: int) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
-
     def dump_stacks(self) -> None:
         """Abort all ranks. mpiexec is stopped meanwhile, as it would kill the others once the first is gone."""
-        self.signal_mpiexec(signal.SIGSTOP)
-        self.signal_ranks(signal.SIGABRT)
-        self.wait(5, lambda: not self.alive())
-        self.signal_mpiexec(signal.SIGCONT)
+        self.signal(signal.SIGSTOP, rank=False)
+        self.signal(signal.SIGABRT, rank=True)
+        self.wait(5, lambda: not self.processes(rank=True))
+        self.signal(signal.SIGCONT, rank=False)
 
     def end(self) -> None:
         """Let mpiexec tidy up, then make sure."""
-        self.signal_mpiexec(signal.SIGTERM)
-        self.wait(5, lambda: self.process.poll() is not None)
-        self.signal_ranks(signal.SIGKILL)
-        self.signal_mpiexec(signal.SIGKILL)
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.wait(5, lambda: self.process.poll() is not None)
+        self.signal(signal.SIGKILL, rank=False)
+        self.signal(signal.SIGKILL, rank=True)
+        self.process.kill()
         self.process.wait()
 
 
@@ -276,9 +280,8 @@ def tail(text: str) -> str:
 
 def report(result: Result) -> None:
     """Print what rank 0's output, already shown, does not tell: other ranks that fared otherwise, and mpiexec."""
-    told = [line for line in result.ranks[0].journal if not line.startswith("start ")]
     for r, rank in enumerate(result.ranks[1:], 1):
-        if result.timed_out or [line for line in rank.journal if not line.startswith("start ")] != told:
+        if not rank.finished or rank.journal != result.ranks[0].journal:
             print(f"---- rank {r} ended at: {rank.last}\n{tail(rank.stdout)}\n{tail(rank.stderr)}".rstrip())
     if result.mpiexec.strip():
         print(f"---- mpiexec\n{tail(result.mpiexec)}")

@@ -1,4 +1,4 @@
-"""What mpiexec starts on each rank: note the process id, send the output to files, become the program.
+"""What mpiexec starts on each rank: send the output to files, then become the program.
 
 Usage: python rank.py FOLDER PROGRAM [ARGUMENT ...], see launch.py.
 """
@@ -20,8 +20,6 @@ def main(folder: str, *command: str) -> None:
     rank = next(os.environ[name] for name in RANK_VARIABLES if name in os.environ)
     path = os.path.join(folder, rank)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with open(path + ".pid", "w") as file:
-        file.write(str(os.getpid()))
     redirect(path + ".out", 1)
     redirect(path + ".err", 2)
     os.environ["JAXCOMM_TEST_JOURNAL"] = path + ".journal"

@@ -1,0 +1,81 @@
+"""Environments and wheels for the Makefile, which knows when they are out of date.
+
+    create NAME    make or update .envs/NAME: cp311-build, cp311-lint, or Python, JAX and MPI: cp311-jax0.8.1-mpich
+    wheel TAG      build build/wheels/TAG/*.whl for this Python, with .envs/TAG-build
+    install NAME   put the wheel into .envs/NAME
+    extra NAME X   add the requirements of the extra X to .envs/NAME
+
+pip works from outside on environments that have none, and leaves the byte code to the first import: a fifth of the time.
+"""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+PROJECT = tomllib.loads(Path("pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
+def folder(name: str) -> Path:
+    return Path(".envs", name)
+
+
+def pip(name: str, *arguments: str) -> None:
+    """Run pip on an environment, silent unless it fails."""
+    command = [sys.executable, "-m", "pip", "--python", str(folder(name) / "bin/python"), *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nfailed: {' '.join(command)}")
+
+
+def requirements(name: str) -> list[str]:
+    _, kind, *mpi = name.split("-")
+    if kind == "build":
+        # jaxlib is here for its headers only, so without what it needs to run.
+        return ["--no-deps", *PROJECT["build-system"]["requires"]]
+    needed = PROJECT["project"]["dependencies"]
+    if kind == "lint":
+        return [*needed, *EXTRAS["lint"]]
+    version = kind.removeprefix("jax")
+    jax = ["jax", "jaxlib"] if version == "newest" else [f"jax=={version}", f"jaxlib=={version}"]
+    return [*needed, *jax, *EXTRAS["test"], *EXTRAS[mpi[0]]]
+
+
+def create(name: str) -> None:
+    stamp = folder(name) / "deps"
+    if not stamp.exists():
+        # None yet, or one that an interruption left half made.
+        shutil.rmtree(folder(name), ignore_errors=True)
+        venv.create(folder(name), symlinks=True)
+    stamp.unlink(missing_ok=True)
+    pip(name, "install", "--no-compile", *requirements(name))
+    stamp.touch()
+
+
+def wheel(tag: str) -> None:
+    target = Path("build/wheels", tag)
+    shutil.rmtree(target, ignore_errors=True)
+    # setuptools keeps compiled objects from last time, welcome, and modules deleted since, not so.
+    for module in Path("build").glob("lib.*/**/*.py*"):
+        module.unlink()
+    pip(f"{tag}-build", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(target), ".")
+    Path(target, "ok").touch()
+
+
+def install(name: str) -> None:
+    (built,) = Path("build/wheels", name.split("-")[0]).glob("*.whl")
+    # The version does not change from one build to the next.
+    pip(name, "install", "--no-compile", "--force-reinstall", "--no-deps", "--no-cache-dir", str(built))
+    (folder(name) / "ok").touch()
+
+
+def extra(name: str, which: str) -> None:
+    pip(name, "install", "--no-compile", *EXTRAS[which])
+    (folder(name) / which).touch()
+
+
+if __name__ == "__main__":
+    {"create": create, "wheel": wheel, "install": install, "extra": extra}[sys.argv[1]](*sys.argv[2:])

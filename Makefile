@@ -1,0 +1,99 @@
+# make wheel | demo | test | test-matrix | lint | clean
+#
+# PYTHON=python3.12                       the interpreter (default: python3, else what there is from 3.11 on)
+# make test MPI=mpich RANKS=3 ARGS="-k Allreduce"    a part; RANKS alone means the tests under mpiexec alone
+# make test PARTS=single                  a part of: single (no mpiexec), world (under mpiexec), jobs (start one)
+#
+# Environments (.envs/cp<Python>-jax<version>-<MPI>) and wheels are kept and renewed when their sources change.
+
+MAKEFLAGS += --no-builtin-rules
+.SECONDEXPANSION:
+# The suites share two cores and one source tree.
+.NOTPARALLEL:
+
+export PYTHON
+# The environments are installed without byte code, which the first run is to leave behind.
+unexport PYTHONDONTWRITEBYTECODE
+ifneq ($(MAKECMDGOALS),clean)
+DEFAULT := $(or $(shell .ci/find-python),$(error no usable Python))
+TAG     := $(shell $(DEFAULT) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
+endif
+PARTS   := $(if $(RANKS),world,single world jobs)
+TIMEOUT := 600
+
+ENVS   := $(foreach mpi,$(or $(MPI),mpich openmpi),$(TAG)-jaxnewest-$(mpi))
+MATRIX := cp311-jax0.8.1-mpich cp313-jaxnewest-openmpi cp311-jax0.10.2-impi
+MATRIX := $(foreach mpi,$(or $(MPI),mpich openmpi impi),$(filter %-$(mpi),$(MATRIX)))
+DEMO   := $(firstword $(ENVS))
+
+.PHONY: wheel demo test test-matrix lint clean
+wheel: build/wheels/$(TAG)/ok
+
+# The interpreter that an environment or a wheel is named after.
+tag    = $(firstword $(subst -, ,$(1)))
+python = $(or $(shell .ci/find-python 3.$(patsubst cp3%,%,$(call tag,$(1)))),$(error no Python for $(1)))
+
+.envs/%/deps: pyproject.toml .ci/envs.py
+	@echo "environment $*"
+	@$(call python,$*) .ci/envs.py create $*
+
+SOURCES := setup.py pyproject.toml $(shell find jaxcomm -name __pycache__ -prune -o -print)
+build/wheels/%/ok: .envs/%-build/deps $(SOURCES)
+	@echo "wheel for $*"
+	@$(call python,$*) .ci/envs.py wheel $*
+
+.envs/%/ok: .envs/%/deps build/wheels/$$(call tag,$$*)/ok
+	@$(call python,$*) .ci/envs.py install $*
+
+.envs/%/examples: .envs/%/deps
+	@$(call python,$*) .ci/envs.py extra $* examples
+
+.PRECIOUS: .envs/%/deps .envs/%/ok .envs/%/examples build/wheels/%/ok
+
+demo: .envs/$(DEMO)/ok .envs/$(DEMO)/examples
+	@OMP_NUM_THREADS=1 .envs/$(DEMO)/bin/mpiexec -n 2 .envs/$(DEMO)/bin/python -P examples/digits.py
+
+# plain(part, environment): the tests that pytest runs by itself; that ARGS selects none of them (5) is no failure.
+define plain
+.PHONY: $(1)/$(2)
+$(1)/$(2): .envs/$(2)/ok
+	@echo "== $(1) tests, $(2)"
+	@.envs/$(2)/bin/pytest tests/$(1) $$(ARGS) || [ $$$$? = 5 -a -n '$$(ARGS)' ]
+endef
+
+# world(environment, ranks)
+define world
+.PHONY: world/$(1)/$(2)
+world/$(1)/$(2): .envs/$(1)/ok
+	@echo "== world tests, $(2) ranks, $(1)"
+	@.envs/$(1)/bin/python tests/launch.py -n $(2) --timeout $(TIMEOUT) -- tests/world $$(ARGS)
+endef
+
+define suites
+$(foreach part,single jobs,$(call plain,$(part),$(1))$(newline))
+$(foreach n,1 2 3 4,$(call world,$(1),$(n))$(newline))
+endef
+define newline
+
+
+endef
+$(foreach env,$(sort $(ENVS) $(MATRIX)),$(eval $(call suites,$(env))))
+
+test: $(if $(filter single,$(PARTS)),single/$(firstword $(ENVS)))
+test: $(if $(filter world,$(PARTS)),$(foreach env,$(ENVS),$(foreach n,$(or $(RANKS),1 2 3 4),world/$(env)/$(n))))
+test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%))
+test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(or $(RANKS),2 3),world/$(env)/$(n)))
+
+LINT   := .envs/$(TAG)-lint
+NATIVE := $(wildcard jaxcomm/_native/*.cpp jaxcomm/_native/*.hpp jaxcomm/_native/*.inc)
+lint: $(LINT)/deps
+	@$(LINT)/bin/ruff check --quiet .
+	@$(LINT)/bin/ruff format --quiet --check --diff .
+	@$(LINT)/bin/mypy --no-error-summary
+	@$(LINT)/bin/cython-lint jaxcomm
+	@$(LINT)/bin/clang-format --dry-run -Werror $(NATIVE)
+	@$(LINT)/bin/codespell $$(git ls-files)
+
+clean:
+	rm -rf build .envs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,188 @@
+// Expands ops.inc into XLA FFI handlers and eager calls; MPI errors become ffi errors, never an abort.
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+#include "native.hpp"
+#include "xla/ffi/api/c_api.h"
+
+namespace jaxcomm {
+namespace {
+
+Mpi<int> int_mpi;
+Mpi<void*> pointer_mpi;
+bool handles_are_pointers = false;
+bool debug = false;
+
+template <class H>
+const Mpi<H>& mpi() {
+  if constexpr (std::is_pointer_v<H>)
+    return pointer_mpi;
+  else
+    return int_mpi;
+}
+
+// One struct per row of ops.inc.
+#define OP(row, operands, call)                        \
+  struct row##_op {                                    \
+    static constexpr const char* name = #row;          \
+    static constexpr int data_operands = operands;     \
+    template <class H>                                 \
+    static int run([[maybe_unused]] Call<H>& c) {      \
+      return call;                                     \
+    }                                                  \
+  };
+#include "ops.inc"
+#undef OP
+
+using Clock = std::chrono::steady_clock;
+
+void log(const std::string& what, const char* how, double microseconds) {
+  std::fprintf(stderr, "jaxcomm: %s: %s", what.c_str(), how);
+  if (microseconds >= 0) std::fprintf(stderr, " in %.1f us", microseconds);
+  std::fputc('\n', stderr);
+  std::fflush(stderr);
+}
+
+template <class H>
+std::string error_string(int code) {
+  char text[1024] = {};
+  int length = 0;
+  mpi<H>().Error_string(code, text, &length);
+  return std::string(text, static_cast<std::size_t>(length));
+}
+
+template <class Op, class H>
+Outcome run_with(Frame& frame) {
+  std::string what = Op::name;
+  try {
+    read_traced(frame);
+    Call<H> call(mpi<H>(), frame);
+    if (debug) log(what = call.describe(), "begins", -1);
+    const auto start = Clock::now();
+    const int code = Op::template run<H>(call);
+    if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+    if (code == 0) return {};
+    return {code, call.describe() + ": " + error_string<H>(code)};
+  } catch (const Failure& failure) {
+    return {failure.code, what + ": " + failure.what()};
+  } catch (const std::exception& error) {
+    return {Failure::kNotFromMpi, what + ": " + error.what()};
+  }
+}
+
+template <class Op>
+Outcome run(Frame& frame) {
+  frame.operation = Op::name;
+  frame.data_operands = Op::data_operands;
+  return handles_are_pointers ? run_with<Op, void*>(frame) : run_with<Op, int>(frame);
+}
+
+// XLA's side
+
+int append(Buffer* into, const XLA_FFI_Buffer& buffer) {
+  if (buffer.dtype == XLA_FFI_DataType_TOKEN) return 0;
+  Count elements = 1;
+  for (std::int64_t i = 0; i < buffer.rank; ++i) elements *= buffer.dims[i];
+  *into = {buffer.data, elements, static_cast<int>(buffer.dtype)};
+  return 1;
+}
+
+Outcome read(const XLA_FFI_CallFrame& call, Frame& frame) {
+  if (call.args.size > kMostBuffers || call.rets.size > kMostBuffers)
+    return {Failure::kNotFromMpi, "too many operands or results"};
+  for (std::int64_t i = 0; i < call.args.size; ++i)
+    frame.n_operands +=
+        append(frame.operands + frame.n_operands, *static_cast<const XLA_FFI_Buffer*>(call.args.args[i]));
+  for (std::int64_t i = 0; i < call.rets.size; ++i)
+    frame.n_results += append(frame.results + frame.n_results, *static_cast<const XLA_FFI_Buffer*>(call.rets.rets[i]));
+  for (std::int64_t i = 0; i < call.attrs.size; ++i) {
+    const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(call.attrs.attrs[i]);
+    const std::string_view name(call.attrs.names[i]->ptr, call.attrs.names[i]->len);
+    if (call.attrs.types[i] != XLA_FFI_AttrType_SCALAR || scalar.dtype != XLA_FFI_DataType_S64 ||
+        !frame.attributes.set(name, *static_cast<const std::int64_t*>(scalar.value)))
+      return {Failure::kNotFromMpi, "unknown attribute " + std::string(name)};
+  }
+  return {};
+}
+
+XLA_FFI_Error* answer_metadata(XLA_FFI_Metadata& metadata) {
+  metadata.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
+  metadata.traits = 0;
+  return nullptr;
+}
+
+XLA_FFI_Error* as_ffi_error(const XLA_FFI_Api& api, const Outcome& outcome) {
+  if (outcome.code == 0) return nullptr;
+  XLA_FFI_Error_Create_Args args{XLA_FFI_Error_Create_Args_STRUCT_SIZE, nullptr, outcome.message.c_str(),
+                                 XLA_FFI_Error_Code_INTERNAL};
+  return api.XLA_FFI_Error_Create(&args);
+}
+
+template <class Op>
+XLA_FFI_Error* handler(XLA_FFI_CallFrame* call) {
+  if (call->extension_start != nullptr && call->extension_start->type == XLA_FFI_Extension_Metadata)
+    return answer_metadata(*reinterpret_cast<XLA_FFI_Metadata_Extension*>(call->extension_start)->metadata);
+  Frame frame;
+  Outcome outcome = read(*call, frame);
+  if (outcome.code == 0) outcome = run<Op>(frame);
+  return as_ffi_error(*call->api, outcome);
+}
+
+using Runner = Outcome (*)(Frame&);
+constexpr Runner runners[] = {
+#define OP(row, ...) &run<row##_op>,
+#include "ops.inc"
+#undef OP
+};
+
+template <class H>
+void free_reversed(Communicator& communicator) {
+  if (!communicator.has_reversed) return;
+  H handle = handle_as<H>(communicator.reversed);
+  mpi<H>().Comm_free(&handle);
+  communicator.has_reversed = false;
+}
+
+}  // namespace
+
+std::vector<Operation> operations() {
+  return {
+#define OP(row, ...) {#row, reinterpret_cast<void*>(&handler<row##_op>)},
+#include "ops.inc"
+#undef OP
+  };
+}
+
+int operation_index(const std::string& name) {
+  const std::vector<Operation> all = operations();
+  for (std::size_t i = 0; i < all.size(); ++i)
+    if (name == all[i].name) return static_cast<int>(i);
+  return -1;
+}
+
+Outcome run_operation(int operation, Frame& frame) { return runners[operation](frame); }
+
+std::string load_mpi(const std::string& library_path, bool pointers) {
+  void* handle = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
+  if (handle == nullptr) return "mpi4py's extension module " + library_path + " is not loaded";
+  handles_are_pointers = pointers;
+  const Library library(handle);
+  const std::string missing = pointers ? pointer_mpi.load(library) : int_mpi.load(library);
+  return missing.empty() ? "" : "the MPI library lacks" + missing;
+}
+
+bool has_large_counts() {
+  return handles_are_pointers ? pointer_mpi.has_large_counts() : int_mpi.has_large_counts();
+}
+
+void set_debug(bool on) { debug = on; }
+
+void free_communicator(std::int64_t index) {
+  Communicator& communicator = communicators.at(index);
+  communicator.freed = true;
+  handles_are_pointers ? free_reversed<void*>(communicator) : free_reversed<int>(communicator);
+}
+
+}  // namespace jaxcomm

@@ -1,0 +1,83 @@
+// Communicators, reductions and statuses by index.
+//
+// Compiled programs name a communicator by its index here, never by its handle: a pointer would differ from run to run
+// and defeat the persistent compilation cache, and would dangle after Free. A slot is marked when it is freed and never
+// used again, so a stale program gets an error and not somebody else's communicator.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <string>
+
+#include "abi.hpp"
+
+namespace jaxcomm {
+
+struct Communicator {
+  std::uint64_t handle = 0;
+  int rank = 0, size = 0;
+  std::string name;
+  bool freed = false;
+  std::uint64_t reversed = 0;  // the same ranks in reverse order, made at first use
+  bool has_reversed = false;
+};
+
+// `handle_at` is where mpi4py's object keeps its handle: read at each call, it is null as soon as the op is freed.
+struct Reduction {
+  const void* handle_at = nullptr;
+  std::string name;
+};
+
+// One row per element type: its MPI datatype, and how many of those an element takes (bfloat16 moves as 2 MPI_BYTE).
+struct Datatype {
+  std::uint64_t handle = 0;
+  int per_element = 0;
+  int bytes = 0;
+  std::string name;
+};
+
+// Grows only; references stay valid. Rows are added under the lock and read by handler threads.
+template <class Row>
+class Table {
+ public:
+  std::int64_t add(Row row) {
+    const std::lock_guard lock(mutex_);
+    rows_.push_back(std::move(row));
+    return static_cast<std::int64_t>(rows_.size()) - 1;
+  }
+  Row& at(std::int64_t index) {
+    const std::lock_guard lock(mutex_);
+    if (index < 0 || index >= static_cast<std::int64_t>(rows_.size()))
+      throw Failure("a compiled program refers to an object that this process never made");
+    return rows_[static_cast<std::size_t>(index)];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<Row> rows_;
+};
+
+inline Table<Communicator> communicators;
+inline Table<Reduction> reductions;
+inline Table<Status*> statuses;  // mpi4py's own objects, kept alive by the Python side
+inline Table<Datatype> datatypes;
+inline std::int64_t datatype_of_code[64];  // XLA_FFI_DataType -> row of datatypes, -1 where there is none
+
+template <class H>
+H handle_as(std::uint64_t raw) {
+  if constexpr (std::is_pointer_v<H>)
+    return reinterpret_cast<H>(raw);
+  else
+    return static_cast<H>(static_cast<std::int64_t>(raw));
+}
+
+template <class H>
+std::uint64_t handle_bits(H handle) {
+  if constexpr (std::is_pointer_v<H>)
+    return reinterpret_cast<std::uint64_t>(handle);
+  else
+    return static_cast<std::uint64_t>(static_cast<std::int64_t>(handle));
+}
+
+}  // namespace jaxcomm

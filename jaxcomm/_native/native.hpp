@@ -1,0 +1,32 @@
+// What the Cython bridge sees of the native layer: plain C++ types, no templates, no XLA.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call.hpp"
+
+namespace jaxcomm {
+
+struct Outcome {
+  int code = 0;  // 0, an MPI error code, or Failure::kNotFromMpi
+  std::string message;
+};
+
+struct Operation {
+  const char* name;
+  void* ffi_handler;
+};
+
+// Loads the entry points from an MPI that is in the process already. Returns an error message, or "".
+std::string load_mpi(const std::string& library_path, bool handles_are_pointers);
+bool has_large_counts();
+void set_debug(bool on);
+std::vector<Operation> operations();  // one per row of ops.inc
+int operation_index(const std::string& name);
+// Runs one operation on buffers that the caller owns: the eager path. `frame.operation` is filled in.
+Outcome run_operation(int operation, Frame& frame);
+void free_communicator(std::int64_t index);
+
+}  // namespace jaxcomm

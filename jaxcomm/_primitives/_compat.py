@@ -1,0 +1,221 @@
+"""Every import from JAX's internals, with what differs between the supported releases (0.8.1 to 0.12).
+
+Public JAX has no way to define an effect, so these are needed as long as that is so. Nothing else in jaxcomm imports
+`jax._src`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend
+import numpy as np
+from jax._src import core, dispatch, effects
+from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import partial_eval as pe
+from jax._src.lax.control_flow import loops
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+
+Array = jax.Array
+Effect = effects.Effect
+Primitive = jax.extend.core.Primitive
+ShapedArray = core.ShapedArray
+Tracer = core.Tracer
+Zero = ad.Zero
+instantiate_zeros = ad.instantiate_zeros
+is_undefined_primal = ad.is_undefined_primal
+primitive_jvps = ad.primitive_jvps
+primitive_transposes = ad.primitive_transposes
+primitive_batchers = batching.primitive_batchers
+runtime_tokens = dispatch.runtime_tokens
+
+__all__ = [
+    "Array",
+    "Effect",
+    "Primitive",
+    "ShapedArray",
+    "Tracer",
+    "Zero",
+    "abstract_operand",
+    "allow_everywhere",
+    "constant",
+    "custom_call",
+    "device_array",
+    "devices_of",
+    "dont_hoist",
+    "instantiate_zeros",
+    "is_undefined_primal",
+    "lower_as",
+    "pending",
+    "primitive_batchers",
+    "primitive_jvps",
+    "primitive_transposes",
+    "register_lowering",
+    "tracing",
+]
+
+
+def tracing() -> bool:
+    """Whether a JAX transformation is being traced in this thread, so that even a concrete operand must be staged."""
+    return not core.trace_state_clean()
+
+
+def allow_everywhere(ordered: type[Effect], companion: type[Effect]) -> None:
+    """Enter the two effect types in every allow-list that JAX has; only the first is ordered."""
+    effects.ordered_effects.add_type(ordered)
+    effects.shardable_ordered_effects.add_type(ordered)
+    for effect in (ordered, companion):
+        effects.lowerable_effects.add_type(effect)
+        effects.control_flow_allowed_effects.add_type(effect)
+        effects.custom_derivatives_allowed_effects.add_type(effect)
+        effects.remat_allowed_effects.add_type(effect)
+        effects.partial_eval_kept_effects.add_type(effect)
+
+
+# Loop-invariant hoisting
+#
+# Under grad, scan's partial evaluation moves equations that do not depend on the loop out of it, effects and all: five
+# messages become one (JAX 0.8.1 to 0.12). JAX's own comment in _scan_known_hoisting says how to disable it; both places
+# that hoist are told to leave loops alone that communicate.
+
+
+def dont_hoist(effect: type[Effect]) -> None:
+    """Keep scan's partial evaluation from hoisting anything out of a loop that has an effect of this type."""
+
+    def communicates(jaxpr: Any) -> bool:
+        return any(isinstance(e, effect) for e in jaxpr.effects)
+
+    hoist = loops._scan_known_hoisting
+
+    def known_hoisting(jaxpr: Any, consts: Sequence[Any], num_res: int, *more: Any) -> Any:
+        if communicates(jaxpr):
+            return jaxpr, consts, [False] * num_res, []
+        return hoist(jaxpr, consts, num_res, *more)
+
+    loops._scan_known_hoisting = known_hoisting
+
+    # Under jax.checkpoint the same is done inline: run that function with a partial_eval that does not hoist.
+    rule = pe.partial_eval_jaxpr_custom_rules[loops.scan_p]
+    without_hoisting = types.FunctionType(
+        rule.__code__,
+        {**rule.__globals__, "pe": _PartialEvalWithoutHoisting()},
+        rule.__name__,
+        rule.__defaults__,
+        rule.__closure__,
+    )
+
+    def rule_for_remat(saveable: Any, unknown: Any, instantiate: Any, eqn: Any) -> Any:
+        chosen = without_hoisting if communicates(eqn.params["jaxpr"]) else rule
+        return chosen(saveable, unknown, instantiate, eqn)
+
+    pe.partial_eval_jaxpr_custom_rules[loops.scan_p] = rule_for_remat
+
+
+class _PartialEvalWithoutHoisting:
+    """jax._src.interpreters.partial_eval, but its split of a loop body leaves all in the loop."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(pe, name)
+
+    @staticmethod
+    def partial_eval_jaxpr_nounits(jaxpr: Any, unknowns: Sequence[bool], instantiate: Any) -> Any:
+        avals = [a for a, unknown in zip(jaxpr.in_avals, unknowns, strict=True) if not unknown]
+        arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+        hoisted = jax.make_jaxpr(lambda *consts: consts)(*arguments)
+        # The loop takes the hoisted part's results (here the constants themselves) before its other inputs, which is
+        # the order that it has, unless some constant is a mutable reference.
+        if list(unknowns) != sorted(unknowns):
+            return pe.partial_eval_jaxpr_nounits(jaxpr, unknowns, instantiate)
+        return hoisted, jaxpr, [True] * len(jaxpr.out_avals), avals
+
+
+# Lowering
+
+
+def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
+    """Say how a primitive is lowered; `platform` None is every platform."""
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def lower_as(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a lowering rule that runs `function` on the operands."""
+    return mlir.lower_fun(function, multiple_results=False)  # type: ignore[no-any-return]
+
+
+def devices_of(context: Any) -> int:
+    """How many devices the program being lowered is for."""
+    axis_context = context.module_context.axis_context
+    mesh = getattr(axis_context, "mesh", None)
+    devices = mesh.size if mesh is not None else getattr(axis_context, "num_devices", 1)
+    return int(devices or 1)
+
+
+def custom_call(
+    context: Any,
+    target: str,
+    operands: Sequence[Any],
+    result_avals: Sequence[ShapedArray],
+    effect: Effect,
+    attributes: dict[str, int],
+    aliases: dict[int, int],
+) -> list[Any]:
+    """Emit a side-effecting custom call on the effect's token chain; return its results without the token."""
+    token = context.tokens_in.get(effect)
+    types_ = [_ir_type(context, a) for a in result_avals]
+    call = mlir.custom_call(
+        target,
+        result_types=[*types_, mlir.token_type()],
+        operands=[*operands, token],
+        backend_config={k: ir.IntegerAttr.get(ir.IntegerType.get_signless(64), v) for k, v in attributes.items()},
+        has_side_effect=True,
+        api_version=4,
+        operand_output_aliases=aliases,
+        operand_layouts=[*(_row_major(o.type) for o in operands), ()],
+        result_layouts=[*(_row_major(t) for t in types_), ()],
+    )
+    *results, token = call.results
+    context.set_tokens_out(mlir.TokenSet({effect: token}))
+    return list(results)
+
+
+# JAX 0.8 had no context here.
+if len(inspect.signature(mlir.aval_to_ir_type).parameters) == 1:
+
+    def _ir_type(context: Any, aval: ShapedArray) -> Any:
+        return mlir.aval_to_ir_type(aval)
+else:
+
+    def _ir_type(context: Any, aval: ShapedArray) -> Any:
+        return mlir.aval_to_ir_type(context.module_context, aval)
+
+
+def constant(value: np.ndarray) -> Any:
+    """Return an IR constant."""
+    return mlir.ir_constant(value)
+
+
+def _row_major(type_: Any) -> tuple[int, ...]:
+    return tuple(range(ir.RankedTensorType(type_).rank - 1, -1, -1))
+
+
+# Values
+
+
+def abstract_operand(x: Any) -> ShapedArray:
+    """Return the abstract value of an operand of a transpose rule, be it linear or not."""
+    return x.aval if is_undefined_primal(x) else core.typeof(x)  # type: ignore[no-any-return]
+
+
+def device_array(x: np.ndarray, aval: ShapedArray, sharding: Any, device: Any) -> Array:
+    """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
+    return xla_client.batched_device_put(aval, sharding, [x], [device])  # type: ignore[no-any-return]
+
+
+def pending(effect: Effect) -> Any:
+    """Return the runtime token of this thread's last program with the effect, or None."""
+    return runtime_tokens.current_tokens.get(effect)

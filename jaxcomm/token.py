@@ -1,0 +1,148 @@
+"""Program order: the effect that keeps communication in order by itself, and the explicit Token for those who want one.
+
+Every operation carries CommunicationEffect, which JAX threads through jit, loops, branches and derivatives: all
+communication of a thread happens in program order, on every communicator, with nothing for the user to do.
+
+What the effect does not tell differentiation is that a receive depends on another rank's send. That link is data: a
+Token, or the template of a receive. See docs/differentiation.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxcomm._primitives import _compat
+
+__all__ = ["COMPANION", "EFFECT", "LINK", "CommunicationEffect", "Token", "create_token", "flush", "join"]
+
+
+class CommunicationEffect(_compat.Effect):
+    """The ordered effect of every operation. Equal by value, so that two traces of one program are one program."""
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self)
+
+    def __hash__(self) -> int:
+        return hash(type(self).__qualname__)
+
+    def __repr__(self) -> str:
+        return "MPI"
+
+
+class CompanionEffect(CommunicationEffect):
+    """An unordered effect beside the ordered one.
+
+    The ahead-of-time path of JAX 0.8.1 to 0.12 looks for unordered effects only when it decides whether a compiled
+    program may take the fast path; with an ordered effect alone, the second call of `jit(f).lower(x).compile()` fails.
+    """
+
+    def __repr__(self) -> str:
+        return "MPI (unordered)"
+
+
+# The companion must not count as ordered: isinstance decides in JAX's lists, so the ordered type is a subclass of its own.
+class _OrderedEffect(CommunicationEffect):
+    pass
+
+
+EFFECT = _OrderedEffect()
+COMPANION = CompanionEffect()
+_compat.allow_everywhere(_OrderedEffect, CompanionEffect)
+_compat.dont_hoist(_OrderedEffect)
+
+LINK = _compat.ShapedArray((0,), np.dtype(np.float32))
+"""The abstract value of a link: no data, but a path for differentiation."""
+
+
+def flush() -> None:
+    """Wait until every operation that this thread has dispatched is done; raise what one of them raised."""
+    token = _compat.pending(EFFECT)
+    if token is None:
+        return
+    try:
+        token.block_until_ready()
+    finally:
+        # A failed operation poisons its token; the next one starts a fresh chain.
+        _compat.runtime_tokens.current_tokens.pop(EFFECT, None)
+
+
+# join(x, *links) is x, and depends on the links as far as differentiation can see.
+
+join_p = _compat.Primitive("mpi_join")
+
+
+def join(x: Any, *links: Any) -> Any:
+    """Return x, with a zero cotangent for each of the links: it makes a transpose reach them.
+
+    Shapes: x (...,), links of any shape; returns x.
+    """
+    return join_p.bind(x, *links) if links else x
+
+
+def _join_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    out = join(*primals)
+    dx, *dlinks = tangents
+    if type(dx) is _compat.Zero and dx.aval.dtype == jax.dtypes.float0:
+        return out, dx
+    moving = [d for d in dlinks if type(d) is not _compat.Zero]
+    return out, join(_compat.instantiate_zeros(dx), *moving)
+
+
+def _join_transpose(ct: Any, x: Any, *links: Any) -> list[Any]:
+    linear = _compat.is_undefined_primal
+    zeros = [jnp.zeros(k.aval.shape, k.aval.dtype) if linear(k) else None for k in links]
+    return [ct if linear(x) else None, *zeros]
+
+
+def _join_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    return join(*args), dims[0]
+
+
+join_p.def_impl(lambda x, *links: x)
+join_p.def_abstract_eval(lambda x, *links: x)
+_compat.primitive_jvps[join_p] = _join_jvp
+_compat.primitive_transposes[join_p] = _join_transpose
+_compat.primitive_batchers[join_p] = _join_batch
+_compat.register_lowering(join_p, lambda context, x, *links: [x])
+
+
+@jax.tree_util.register_pytree_node_class
+class Token:
+    """A place in the program's order, as a value: pass it on from call to call.
+
+    It goes through jit, loops, branches and derivatives like any array. Order itself needs no token; what one adds is a
+    path for differentiation between the two ends of a message.
+
+    Attributes:
+      array: shape (0,), float32.
+    """
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Any):
+        self.array = array
+
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        return (self.array,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> Token:
+        return cls(*children)
+
+    def __repr__(self) -> str:
+        return f"Token({self.array})"
+
+
+def create_token(x: Any = None) -> Token:
+    """Return a Token, made from x if there is one.
+
+    Args:
+      x: a pytree of arrays or None. If x is being differentiated, so is whatever takes the token: this links a rank that
+        receives but has no data input of its own to the gradient of the whole program.
+    """
+    return Token(join(jnp.zeros(LINK.shape, LINK.dtype), *map(jnp.asarray, jax.tree_util.tree_leaves(x))))

@@ -86,13 +86,10 @@ test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(or $(RANKS),2 3),world/$(env)
 
 LINT   := .envs/$(TAG)-lint
 NATIVE := $(wildcard jaxcomm/_native/*.cpp jaxcomm/_native/*.hpp jaxcomm/_native/*.inc)
+CHECKS := "ruff check --quiet ." "ruff format --quiet --diff ." "mypy --no-error-summary" "cython-lint jaxcomm" \
+          "clang-format --dry-run -Werror $(NATIVE)" "codespell $$(git ls-files)"
 lint: $(LINT)/deps
-	@$(LINT)/bin/ruff check --quiet .
-	@$(LINT)/bin/ruff format --quiet --check --diff .
-	@$(LINT)/bin/mypy --no-error-summary
-	@$(LINT)/bin/cython-lint jaxcomm
-	@$(LINT)/bin/clang-format --dry-run -Werror $(NATIVE)
-	@$(LINT)/bin/codespell $$(git ls-files)
+	@PATH="$(CURDIR)/$(LINT)/bin:$$PATH"; status=0; for check in $(CHECKS); do $$check || status=1; done; exit $$status
 
 clean:
 	rm -rf build .envs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

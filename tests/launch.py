@@ -137,7 +137,9 @@ class Job:
     def __init__(self, program: Sequence[str], ranks: int, env: Mapping[str, str], folder: Path):
         self.folder, self.size, self.started = folder, ranks, time.monotonic()
         path, flavour = mpiexec()
-        environment = DEFAULTS | clean_environment() | ALWAYS | flavour.env | {JOB: str(folder)} | env
+        # What MPI libraries leave in TMPDIR goes with the folder.
+        ours = {JOB: str(folder), "TMPDIR": str(folder)}
+        environment = DEFAULTS | clean_environment() | ALWAYS | flavour.env | ours | env
         helper = [sys.executable, "-ISs", str(Path(__file__).with_name("rank.py")), str(folder)]
         with open(folder / "mpiexec", "wb") as output:
             self.process = subprocess.Popen(
@@ -202,7 +204,7 @@ class Job:
 
 @contextmanager
 def started(program: Sequence[str], ranks: int, env: Mapping[str, str]) -> Iterator[Job]:
-    # A short path: MPI libraries put sockets below TMPDIR, and a socket's path may have 108 characters.
+    # A short path: MPI libraries put sockets below it, and a socket's path may have 108 characters.
     with tempfile.TemporaryDirectory(prefix="jaxcomm-", ignore_cleanup_errors=True) as folder:
         job = Job(program, ranks, env, Path(folder))
         try:

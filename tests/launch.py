@@ -37,7 +37,6 @@ DEFAULTS = {
     "JAX_PLATFORMS": "cpu",
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
-    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
 }
 
 # SIGABRT makes every rank print its stacks; the package under test is the installed one, not the working tree's; and
@@ -176,7 +175,7 @@ class Job:
     def wait(self, seconds: float, done: Callable[[], bool]) -> bool:
         limit = time.monotonic() + seconds
         while not done() and time.monotonic() < limit:
-            time.sleep(0.02)
+            time.sleep(0.05)
         return done()
 
     def signal(self, number: int, rank: bool) -> None:

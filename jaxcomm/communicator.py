@@ -20,7 +20,7 @@ from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, dtypes, eager, reductions, statuses
 from jaxcomm._primitives.make import bind
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.token import LINK, Token, flush, join
+from jaxcomm.token import Token, flush, join, link
 
 __all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
 
@@ -226,7 +226,7 @@ class _Communicator:
             result = join(jnp.asarray(otherwise), y)
         if token is None:
             return result
-        return result, Token(join(jnp.zeros(LINK.shape, LINK.dtype), *links, y))
+        return result, Token(link(*links, y))
 
     # MPI 4.1, chapter 3: point-to-point
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxcomm._primitives import _compat
 
-__all__ = ["COMPANION", "EFFECT", "LINK", "CommunicationEffect", "Token", "create_token", "flush", "join"]
+__all__ = ["COMPANION", "EFFECT", "LINK", "CommunicationEffect", "Token", "create_token", "flush", "join", "link", "link_cotangents"]
 
 
 class CommunicationEffect(_compat.Effect):
@@ -84,6 +84,11 @@ def join(x: Any, *links: Any) -> Any:
     return join_p.bind(x, *links) if links else x
 
 
+def link(*sources: Any) -> Any:
+    """Return an empty array that depends on the sources as far as differentiation can see."""
+    return join(jnp.zeros(LINK.shape, LINK.dtype), *sources)
+
+
 def _join_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     out = join(*primals)
     dx, *dlinks = tangents
@@ -94,13 +99,23 @@ def _join_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any
 
 
 def _join_transpose(ct: Any, x: Any, *links: Any) -> list[Any]:
-    linear = _compat.is_undefined_primal
-    zeros = [jnp.zeros(k.aval.shape, k.aval.dtype) if linear(k) else None for k in links]
-    return [ct if linear(x) else None, *zeros]
+    ct = _compat.instantiate_zeros(ct)
+    return [ct if _compat.is_undefined_primal(x) else None, *link_cotangents(links, ct)]
+
+
+def link_cotangents(links: Sequence[Any], ct: Any) -> list[Any]:
+    """Zero for each linear link; it depends on ct, so that what is transposed again finds its way."""
+    return [
+        join(jnp.zeros(k.aval.shape, k.aval.dtype), ct) if _compat.is_undefined_primal(k) else None for k in links
+    ]
 
 
 def _join_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    return join(*args), dims[0]
+    x, *links = args
+    if dims[0] is None:
+        size = next(k.shape[d] for k, d in zip(args, dims, strict=True) if d is not None)
+        x = jnp.broadcast_to(x, (size, *x.shape))
+    return join(x, *links), dims[0] or 0
 
 
 join_p.def_impl(lambda x, *links: x)
@@ -145,4 +160,4 @@ def create_token(x: Any = None) -> Token:
       x: a pytree of arrays or None. If x is being differentiated, so is whatever takes the token: this links a rank that
         receives but has no data input of its own to the gradient of the whole program.
     """
-    return Token(join(jnp.zeros(LINK.shape, LINK.dtype), *map(jnp.asarray, jax.tree_util.tree_leaves(x))))
+    return Token(link(*map(jnp.asarray, jax.tree_util.tree_leaves(x))))

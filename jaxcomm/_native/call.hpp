@@ -93,7 +93,7 @@ class Call {
   }
   int dest() const { return peer(at_.dest, "dest", false); }
   int source() const { return peer(at_.source, "source", true); }
-  int sendtag() const { return tag(at_.sendtag, "tag", false); }
+  int sendtag() const { return sends() ? tag(at_.sendtag, "tag", false) : 0; }
   int recvtag() const { return tag(at_.recvtag, "recvtag", true); }
   bool synchronous() const { return at_.synchronous != 0; }
   bool sends() const { return at_.dest != constants.proc_null; }

@@ -126,12 +126,18 @@ class _PartialEvalWithoutHoisting:
     def partial_eval_jaxpr_nounits(jaxpr: Any, unknowns: Sequence[bool], instantiate: Any) -> Any:
         avals = [a for a, unknown in zip(jaxpr.in_avals, unknowns, strict=True) if not unknown]
         arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        hoisted = jax.make_jaxpr(lambda *consts: consts)(*arguments)
+        hoisted = _without_names(jax.make_jaxpr(lambda *consts: consts)(*arguments))
         # The loop takes the hoisted part's results (here the constants themselves) before its other inputs, which is
         # the order that it has, unless some constant is a mutable reference.
         if list(unknowns) != sorted(unknowns):
             return pe.partial_eval_jaxpr_nounits(jaxpr, unknowns, instantiate)
         return hoisted, jaxpr, [True] * len(jaxpr.out_avals), avals
+
+
+def _without_names(closed: Any) -> Any:
+    """A closed jaxpr that does not claim to know the names of its arguments, which JAX would compare with the loop's."""
+    plain = closed.jaxpr.replace(debug_info=closed.jaxpr.debug_info.with_unknown_names())
+    return closed.replace(jaxpr=plain) if closed.jaxpr is not closed else plain
 
 
 # Lowering

@@ -19,7 +19,7 @@ import numpy as np
 from jaxcomm._primitives import _compat, eager, lowering, reductions
 from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.token import COMPANION, EFFECT, LINK, join
+from jaxcomm.token import COMPANION, EFFECT, LINK, join, link, link_cotangents
 
 __all__ = ["PRIMITIVES", "bind"]
 
@@ -77,6 +77,9 @@ def _abstract(row: Op, /, *args: Any, comm: Any, **params: Any) -> tuple[list[An
 
 
 # Batching: the batch axis goes behind a leading axis that numbers ranks, else to the front: one message for the batch.
+#
+# A batched link makes the operation batched, and its result, link or not, is batched: so ranks agree on the message's size
+# also where one of them has but a constant template.
 
 
 def _batch(row: Op, args: Sequence[Any], dims: Sequence[Any], /, *, comm: Any, **params: Any) -> tuple[Any, Any]:
@@ -88,13 +91,13 @@ def _batch(row: Op, args: Sequence[Any], dims: Sequence[Any], /, *, comm: Any, *
             f"mpi_{row.name}: {', '.join(mapped)} may not differ over a vmapped axis: a call is one message for the whole "
             "batch. Use jax.lax.map or jax.lax.scan for a message for each element"
         )
-    sizes = [x.shape[d] for x, d in zip(arrays, array_dims, strict=True) if d is not None]
-    if sizes:
-        at = [_lead(row, comm, params, i) for i in range(row.operands)]
-        arrays = [_moved(x, d, to, sizes[0]) for x, d, to in zip(arrays, array_dims, at, strict=True)]
-    outs = bind(row, comm, arrays, links, **params | scalars)
-    batched = bool(sizes) and row.returns(comm, params)
-    return outs, [(1 if row.lead_out else 0) if batched else None, *[None] * row.envelope]
+    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+    at = [_lead(row, comm, params, i) for i in range(row.operands)]
+    arrays = [_moved(x, d, to, size) for x, d, to in zip(arrays, array_dims, at, strict=True)]
+    y, *envelope = bind(row, comm, arrays, links, **params | scalars)
+    if not row.returns(comm, params):
+        return [_moved(y, None, 0, size), *envelope], [0, *[None] * len(envelope)]
+    return [y, *envelope], [int(row.lead_out is not None), *[None] * len(envelope)]
 
 
 def _lead(row: Op, comm: Any, params: Params, operand: int) -> int:
@@ -110,6 +113,10 @@ def _moved(x: Any, axis: int | None, to: int, size: int) -> Any:
 
 
 # Derivatives
+#
+# A tangent operation also gets a link to the result of the operation proper, and its transpose hands that on. Where this
+# rank's cotangent or tangent is a constant zero (off the root of a Gather, say) and another's is not, it is by this link
+# that the next differentiation finds the operation on both, and neither waits for the other in vain.
 
 
 def _differentiable(arrays: Sequence[Any]) -> bool:
@@ -129,7 +136,7 @@ def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: A
     if row.adjoint is None:
         raise NotImplementedError(f"mpi_{row.name} has no derivative")
     moving = [_compat.instantiate_zeros(d) for d in moving]
-    dy, *_ = bind(row, comm, moving, dlinks, **_for_tangent(row, full, outs))
+    dy, *_ = bind(row, comm, moving, [*dlinks, link(outs[0])], **_for_tangent(row, full, outs))
     return outs, [dy, *map(_zero, outs[1:])]
 
 
@@ -141,7 +148,7 @@ def _no_tangent(row: Op, comm: Any, params: Params, outs: Sequence[Any], dlinks:
     """Integers have no tangent and need no message; a link goes on."""
     if row.returns(comm, params):
         return [_zero(x) for x in outs]
-    return [join(jnp.zeros(LINK.shape, LINK.dtype), *dlinks), *map(_zero, outs[1:])]
+    return [link(*dlinks), *map(_zero, outs[1:])]
 
 
 def _for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
@@ -163,9 +170,9 @@ def _reduction_tangent(row: Op, comm: Any, full: Params, x: Any, dx: Any, dlinks
     collector = TABLE[collect]
     given = {name: full[name] for name, _ in collector.params}
     all_x, *_ = bind(collector, comm, [x], **given)
-    all_dx, *_ = bind(collector, comm, [_compat.instantiate_zeros(dx)], dlinks, **given)
+    all_dx, *_ = bind(collector, comm, [_compat.instantiate_zeros(dx)], [*dlinks, link(all_x)], **given)
     if not row.returns(comm, full):
-        return join(jnp.zeros(LINK.shape, LINK.dtype), all_dx)
+        return link(all_dx)
     reduce_here = lambda stack: local(part(stack, comm.rank, full.get("reverse")), axis=0)  # noqa: E731
     return jax.jvp(reduce_here, (all_x,), (all_dx,))[1]
 
@@ -182,19 +189,16 @@ def _transpose(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, **params: 
     zeros = [jnp.zeros(a.shape, a.dtype) for a in avals]
     # Where this rank got nothing it has no cotangent to send, and what it gets back is like its operand.
     payload, via = (ct, []) if row.returns(comm, params) else (zeros[0], [ct])
+    linear = _compat.is_undefined_primal
+    residual = [k for k in links if not linear(k)]
     operands = [payload, zeros[0]][: adjoint.operands]
-    back, *_ = bind(adjoint, comm, operands, via, **row.adjoint.params(full))
+    back, *_ = bind(adjoint, comm, operands, [*via, *residual], **row.adjoint.params(full))
     first = back if row.sends(comm, params) else join(zeros[0], back)
     out = [first, *zeros[1:]]
     if row.envelope:
-        out[-1] = _rest(row, ct, full["received"], out[-1])
-    linear = _compat.is_undefined_primal
+        out[-1] = _rest(ct, full["received"], out[-1])
     results = [c if linear(a) else None for a, c in zip(arrays, out, strict=True)]
-    return [*results, *[None] * len(scalars), *map(_zero_link, links)]
-
-
-def _zero_link(link: Any) -> Any:
-    return jnp.zeros(link.aval.shape, link.aval.dtype) if _compat.is_undefined_primal(link) else None
+    return [*results, *[None] * len(scalars), *link_cotangents(links, ct)]
 
 
 def _check_origin(row: Op, full: Params) -> None:
@@ -208,11 +212,11 @@ def _check_origin(row: Op, full: Params) -> None:
 # Where a receive got less than its template, the template stays, and so does its cotangent.
 
 
-def _rest(row: Op, ct: Any, received: Any, link: Any) -> Any:
+def _rest(ct: Any, received: Any, via: Any) -> Any:
     """The cotangent of a template."""
     if not _is_array(received):
-        return join(jnp.zeros(ct.shape, ct.dtype), link)
-    return join(rest_p.bind(ct, received), link)
+        return join(jnp.zeros(ct.shape, ct.dtype), via)
+    return join(rest_p.bind(ct, received), via)
 
 
 def _rest_impl(x: Any, received: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["TRACEABLE", "TRACED", "Adjoint", "Lead", "Op", "Params", "Who", "everyone", "nobody", "not_first", "the_root"]
+__all__ = ["TRACEABLE", "TRACED", "Adjoint", "Lead", "Op", "Params", "Who", "everyone", "nobody", "not_first", "not_last", "the_root"]
 
 Params = dict[str, Any]
 Lead = Literal["size"] | None
@@ -38,6 +38,10 @@ def the_root(comm: Any, params: Params) -> bool:
 
 def not_first(comm: Any, params: Params) -> bool:
     return bool(comm.rank != (comm.size - 1 if params["reverse"] else 0))
+
+
+def not_last(comm: Any, params: Params) -> bool:
+    return bool(comm.rank != (0 if params["reverse"] else comm.size - 1))
 
 
 @dataclass(frozen=True)

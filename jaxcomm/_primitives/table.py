@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxcomm._primitives import adjoints as to
-from jaxcomm._primitives.op import Adjoint, Op, Params, nobody, not_first, the_root
+from jaxcomm._primitives.op import Adjoint, Op, Params, nobody, not_first, not_last, the_root
 from jaxcomm._primitives.reductions import SUM
 
 __all__ = ["TABLE"]
@@ -128,6 +128,7 @@ _ROWS = (
         "exscan",
         "MPI 4.1, 6.11.2",
         params=(_REDUCTION, ("reverse", False)),
+        sends=not_last,
         returns=not_first,
         linear=_sums,
         adjoint=Adjoint("exscan", to.backwards, _BACKWARDS),

@@ -42,9 +42,9 @@ def conjugate_gradients(comm, apply, b, tolerance=1e-10, max_iterations=10_000):
 
     The iteration ends when the residual's norm is below tolerance times that of b.
     """
-    # jax.scipy.sparse.linalg.cg would take its dot products over this rank's part alone. Each rank would then go its own
-    # way: to a wrong result, or to wait for ever for a rank that has finished earlier. So here the dot products end in
-    # an Allreduce. Its result is identical on all ranks (MPI 4.1, 6.9.6), which makes them leave the loop together.
+    # jax.scipy.sparse.linalg.cg would take its dot products over this rank's part alone. Each rank would then go its
+    # own way: to a wrong result, or to wait for ever for a rank that has finished earlier. So here the dot products end
+    # in an Allreduce. Its result is identical on all ranks (MPI 4.1, 6.9.6), which makes them leave the loop together.
 
     def dot(x, y):
         return comm.Allreduce(jnp.vdot(x, y), op=MPI.SUM)

@@ -2,6 +2,7 @@
 
 from jaxcomm._runtime import abort_on_exception  # isort: skip  (first: it loads the native layer on mpi4py's MPI)
 from jaxcomm.communicator import JaxCartcomm, JaxComm, JaxDistgraphcomm, JaxGraphcomm, JaxIntercomm
+from jaxcomm.replicated import shared_value_and_grad
 from jaxcomm.token import Token, create_token, flush
 
 __version__ = "0.1.0"
@@ -16,4 +17,5 @@ __all__ = [
     "abort_on_exception",
     "create_token",
     "flush",
+    "shared_value_and_grad",
 ]

@@ -208,7 +208,8 @@ class _Communicator:
         """Run or stage a row of the table. Returns what make.bind returns."""
         row = TABLE[name]
         if not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links)):
-            return eager.run(row, self, operands, dict(row.params) | params)
+            if row.target:
+                return eager.run(row, self, operands, dict(row.params) | params)
         return bind(row, self, [jnp.asarray(x) for x in operands], links, **params)
 
     def _result(
@@ -475,17 +476,46 @@ class _Communicator:
 
     @_row("allreduce")
     def Allreduce(
-        self, sendbuf: Any, recvbuf: Any = None, op: MPI.Op = MPI.SUM, *, token: Token | None = None
+        self,
+        sendbuf: Any,
+        recvbuf: Any = None,
+        op: MPI.Op = MPI.SUM,
+        *,
+        replicated: bool = False,
+        token: Token | None = None,
     ) -> Any:
         """Reduce sendbuf over all ranks with op and return the result on each.
 
         Shapes: sendbuf (...,), equal on every rank; returns (...,), same dtype. Count: sendbuf.size elements.
         Args:    sendbuf: array or scalar. recvbuf: template of the result, optional; an MPI.Op here is op. op: MPI.SUM,
-                 PROD, MAX, ... (static). token: see jaxcomm.token.
+                 PROD, MAX, ... (static). replicated: the result is one value that all ranks share, for op=SUM: then its
+                 adjoint is the cotangent itself, which must be equal on every rank, and not the sum of the ranks'
+                 cotangents. Pvary is its partner. token: see jaxcomm.token.
         Returns: the reduction, equal on every rank; (that, token) if a token was given.
-        Raises:  TypeError: op is not defined for the dtype. ValueError: recvbuf's shape.
+        Raises:  TypeError: op is not defined for the dtype. ValueError: recvbuf's shape, or replicated with another op.
         """
-        return self._reduction("allreduce", "Allreduce", sendbuf, recvbuf, op, token)
+        if not replicated:
+            return self._reduction("allreduce", "Allreduce", sendbuf, recvbuf, op, token)
+        if (recvbuf if isinstance(recvbuf, MPI.Op) else op) != MPI.SUM:
+            raise ValueError("Allreduce: replicated=True is for op=MPI.SUM; for another op leave it out")
+        return self._reduction("allreduce_replicated", "Allreduce", sendbuf, recvbuf, op, token)
+
+    @_row("pvary")
+    def Pvary(self, x: Any) -> Any:
+        """Return x, a value that all ranks share, for use in what each rank computes differently.
+
+        The partner of Allreduce(replicated=True), for parameters that every rank holds: nothing is communicated forward,
+        and the adjoint adds up what the ranks' uses contribute.
+
+        Shapes: x: a pytree of arrays of any shape, equal on every rank; returns the same. Count: x.size elements each, in
+        the adjoint.
+        Args:    x: pytree of arrays or scalars.
+        Returns: x.
+        Raises:  TypeError: dtype.
+        """
+        leaves, tree = jax.tree_util.tree_flatten(x)
+        varied = [self._result("pvary", _operand(leaf, "Pvary: x"), token=None) for leaf in leaves]
+        return jax.tree_util.tree_unflatten(tree, varied)
 
     @_row("reduce_scatter_block")
     def Reduce_scatter_block(

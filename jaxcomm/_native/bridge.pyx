@@ -55,8 +55,8 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         int code
 
     cdef cppclass Frame:
-        Buffer operands[8]
-        Buffer results[8]
+        Buffer operands[16]
+        Buffer results[16]
         int n_operands, n_results
         Attributes attributes
         Status* status

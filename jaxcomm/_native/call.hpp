@@ -14,7 +14,7 @@
 namespace jaxcomm {
 
 inline constexpr std::int64_t kTraced = std::numeric_limits<std::int64_t>::min();
-inline constexpr int kMostBuffers = 8;
+inline constexpr int kMostBuffers = 16;
 
 struct Buffer {
   void* data = nullptr;
@@ -135,6 +135,10 @@ class Call {
     code = mpi.Get_elements_x(status(), type(), &units_received);
     const Count received = units_received / datatype().per_element;
     const bool whole = receives() && received == frame_.results[0].elements;
+    if (!whole && received > 0 && at_.batch > 1)
+      throw Failure("a message of " + std::to_string(received) + " elements is shorter than its template of " +
+                    std::to_string(frame_.results[0].elements) +
+                    ": under vmap the two must have the same size, because one message carries the whole batch");
     if (!whole && received > std::numeric_limits<std::int32_t>::max())
       throw Failure("a message of more than 2^31 - 1 elements that is shorter than its template is not supported");
     auto* into = static_cast<std::int32_t*>(frame_.results[1].data);

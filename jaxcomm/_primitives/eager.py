@@ -18,9 +18,10 @@ from jaxcomm._primitives import _compat, dtypes, reductions, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["ANY_SOURCE", "host_array", "run"]
+__all__ = ["ANY_SOURCE", "PROC_NULL", "host_array", "run"]
 
 ANY_SOURCE = MPI.ANY_SOURCE
+PROC_NULL = MPI.PROC_NULL
 _INT32 = np.dtype(np.int32)
 _ALIGNMENT = 64  # what XLA's CPU client needs to take an array without copying it
 
@@ -43,7 +44,7 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
     codes = [dtypes.code(a.dtype) for a in (*arrays, *results)]
     try:
         bridge.call(
-            NUMBERS[op.name], arrays, results, codes, _attributes(op, comm, params, arrays), _status(params)
+            NUMBERS[op.target], arrays, results, codes, _attributes(op, comm, params, arrays), _status(params)
         )
     except bridge.NativeError as error:
         raise _exception(*error.args) from None

@@ -51,7 +51,7 @@ def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], c
     aliases = {op.alias: 0} if op.alias is not None and returns else {}
     results = _compat.custom_call(
         context,
-        f"jaxcomm_{op.name}",
+        f"jaxcomm_{op.target}",
         [*arrays, *scalars],
         avals,
         EFFECT,

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxcomm._primitives import _compat, eager, lowering, reductions
 from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
@@ -73,7 +74,8 @@ def _abstract(row: Op, /, *args: Any, comm: Any, **params: Any) -> tuple[list[An
     if row.returns(comm, params):
         shape = _result_shape(row, comm, params, [a.shape for a in arrays])
         result = _compat.ShapedArray(shape, arrays[-1].dtype)
-    return [result, *[ENVELOPE] * row.envelope], {EFFECT, COMPANION}
+    effects = {EFFECT, COMPANION} if row.target else set()
+    return [result, *[ENVELOPE] * row.envelope], effects
 
 
 # Batching: the batch axis goes behind a leading axis that numbers ranks, else to the front: one message for the batch.
@@ -94,7 +96,8 @@ def _batch(row: Op, args: Sequence[Any], dims: Sequence[Any], /, *, comm: Any, *
     size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
     at = [_lead(row, comm, params, i) for i in range(row.operands)]
     arrays = [_moved(x, d, to, size) for x, d, to in zip(arrays, array_dims, at, strict=True)]
-    y, *envelope = bind(row, comm, arrays, links, **params | scalars)
+    more = {"batch": params["batch"] * size} if row.envelope else {}
+    y, *envelope = bind(row, comm, arrays, links, **params | scalars | more)
     if not row.returns(comm, params):
         return [_moved(y, None, 0, size), *envelope], [0, *[None] * len(envelope)]
     return [y, *envelope], [int(row.lead_out is not None), *[None] * len(envelope)]
@@ -128,7 +131,9 @@ def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: A
     moving, _, dlinks = _split(row, tangents, params)
     dlinks = [d for d in dlinks if type(d) is not _compat.Zero]
     full = params | scalars
-    outs = bind(row, comm, arrays, links, **full)
+    y, *envelope = bind(row, comm, arrays, links, **full)
+    # The name is for checkpoint policies, which see a function only after it is differentiated.
+    outs = [checkpoint_name(y, f"mpi_{row.name}"), *envelope]
     if not _differentiable(arrays):
         return outs, _no_tangent(row, comm, params, outs, dlinks)
     if not row.linear(params):
@@ -196,7 +201,7 @@ def _transpose(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, **params: 
     first = back if row.sends(comm, params) else join(zeros[0], back)
     out = [first, *zeros[1:]]
     if row.envelope:
-        out[-1] = _rest(ct, full["received"], out[-1])
+        out[-1] = _rest(ct, full, out[-1])
     results = [c if linear(a) else None for a, c in zip(arrays, out, strict=True)]
     return [*results, *[None] * len(scalars), *link_cotangents(links, ct)]
 
@@ -212,11 +217,13 @@ def _check_origin(row: Op, full: Params) -> None:
 # Where a receive got less than its template, the template stays, and so does its cotangent.
 
 
-def _rest(ct: Any, received: Any, via: Any) -> Any:
-    """The cotangent of a template."""
-    if not _is_array(received):
-        return join(jnp.zeros(ct.shape, ct.dtype), via)
-    return join(rest_p.bind(ct, received), via)
+def _rest(ct: Any, full: Params, via: Any) -> Any:
+    """The cotangent of a template. Without a tangent to tell what came, all of the template is taken to have come."""
+    if _is_array(full["received"]):
+        return join(rest_p.bind(ct, full["received"]), via)
+    if not _is_array(full["source"]) and full["source"] == eager.PROC_NULL:
+        return join(ct, via)
+    return join(jnp.zeros(ct.shape, ct.dtype), via)
 
 
 def _rest_impl(x: Any, received: Any) -> Any:
@@ -257,12 +264,17 @@ def _make(row: Op) -> Any:
     _compat.primitive_batchers[primitive] = rule(_batch)
     _compat.primitive_jvps[primitive] = rule(_jvp)
     _compat.primitive_transposes[primitive] = rule(_transpose)
-    _compat.register_lowering(primitive, rule(_lower), "cpu")
+    if row.target:
+        _compat.register_lowering(primitive, rule(_lower), "cpu")
+    else:
+        _compat.register_lowering(primitive, lambda context, x, *links, **params: [x])
     return primitive
 
 
 def _run(row: Op, /, *args: Any, comm: Any, **params: Any) -> list[Any]:
     arrays, scalars, _ = _split(row, args, params)
+    if not row.target:
+        return arrays
     known = {name: int(value) for name, value in scalars.items()}
     return eager.run(row, comm, arrays, params | known)
 

@@ -71,6 +71,7 @@ class Op:
         template stays where nothing arrives, and so is an input of the linear map.
       alias: the operand that may share the result's buffer.
       adjoint: None where there is no derivative.
+      native: the row of ops.inc that it runs, by default its own name; None where nothing is communicated and y is x.
       linear: whether y is linear in x for these parameters; elsewhere reductions.py has the derivative.
     """
 
@@ -85,4 +86,10 @@ class Op:
     envelope: bool = False
     alias: int | None = None
     adjoint: Adjoint | None = None
+    native: str | None = ""
     linear: Callable[[Params], bool] = lambda params: True
+
+    @property
+    def target(self) -> str | None:
+        """The row of ops.inc, or None."""
+        return self.name if self.native == "" else self.native

@@ -29,7 +29,7 @@ _ROWS = (
     Op(
         "recv",
         "MPI 4.1, 3.2.4",
-        params=(("source", 0), ("recvtag", 0), ("received", -1), ("status", None)),
+        params=(("source", 0), ("recvtag", 0), ("received", -1), ("batch", 1), ("status", None)),
         sends=nobody,
         envelope=True,
         alias=0,
@@ -45,6 +45,7 @@ _ROWS = (
             ("source", 0),
             ("recvtag", 0),
             ("received", -1),
+            ("batch", 1),
             ("status", None),
         ),
         operands=2,
@@ -107,6 +108,21 @@ _ROWS = (
         alias=0,
         linear=_sums,
         adjoint=Adjoint("allreduce", to.keep, "Allreduce of the cotangents (op=SUM), for op=SUM"),
+    ),
+    # The same result declared to be one value that all ranks share, and its partner. See docs/differentiation.md.
+    Op(
+        "allreduce_replicated",
+        "MPI 4.1, 6.9.6",
+        params=(_REDUCTION,),
+        alias=0,
+        native="allreduce",
+        adjoint=Adjoint("pvary", to.pick(), "the cotangent itself, which is the same on every rank"),
+    ),
+    Op(
+        "pvary",
+        "jax.lax.pvary; f of Megatron-LM, https://arxiv.org/abs/1909.08053, section 3",
+        native=None,
+        adjoint=Adjoint("allreduce_replicated", to.pick(op=SUM), "Allreduce of the cotangents (op=SUM)"),
     ),
     Op(
         "reduce_scatter_block",

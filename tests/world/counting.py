@@ -32,7 +32,7 @@ def compilations(allowed: int) -> Iterator[None]:
 END = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 
 
-def messages(comm: Any) -> list[tuple[int, float]]:
+def messages(comm: Any) -> list[tuple[int, Any]]:
     """(tag, value) of each float64 message that the left-hand neighbour sent to this rank, in their order. Collective.
 
     Messages between two ranks do not overtake each other (MPI 4.1, 3.5): a last one to the neighbour marks the end. Any
@@ -45,6 +45,6 @@ def messages(comm: Any) -> list[tuple[int, float]]:
         if status.tag == END:
             comm.recv(None, (comm.rank - 1) % comm.size, END)
             return found
-        value = np.empty(())
+        value = np.empty(status.Get_count(MPI.DOUBLE))
         MPI.Intracomm.Recv(comm, value, status.source, status.tag)
-        found.append((status.tag, float(value)))
+        found.append((status.tag, value.tolist() if value.size > 1 else value.item()))

@@ -43,7 +43,7 @@ def _load() -> None:
         any_source=MPI.ANY_SOURCE,
         any_tag=MPI.ANY_TAG,
         proc_null=MPI.PROC_NULL,
-        tag_ub=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB),
+        tag_ub=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767,
         status_source_at=source_at,
         status_tag_at=tag_at,
     )

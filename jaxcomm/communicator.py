@@ -25,7 +25,7 @@ from jaxcomm.token import Token, flush, join, link
 __all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-TAG_UB: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+TAG_UB = eager.TAG_UB
 
 
 def _row(name: str) -> Callable[[F], F]:
@@ -59,6 +59,11 @@ def _operand(x: Any, where: str) -> Any:
             raise TypeError(f"{where} must be an array or a scalar, got {type(x).__name__}: {error}") from None
     dtypes.check(jax.dtypes.canonicalize_dtype(x.dtype), where)
     return x
+
+
+def _array(x: Any) -> Any:
+    """Return x as a JAX array that does not share a NumPy array's memory, which its owner may overwrite."""
+    return x if isinstance(x, jax.Array) else jnp.array(x)
 
 
 def _traced(value: Any, where: str) -> Any:
@@ -143,34 +148,36 @@ class _Communicator:
     # The native table
 
     @property
-    def index(self) -> int:
+    def slot(self) -> int:
         """The row of the native table, by which compiled programs name this communicator."""
         try:
-            return self.__dict__["_index"]  # type: ignore[no-any-return]
+            return self.__dict__["_slot"]  # type: ignore[no-any-return]
         except KeyError:
             return self._register()
 
     def _register(self) -> int:
         if self == MPI.COMM_NULL:
-            raise ValueError(f"{type(self).__name__} is a null communicator: it was freed, or this rank is not part of it")
+            raise ValueError(
+                f"{type(self).__name__} is a null communicator: it was freed, or this rank is not part of it"
+            )
         self.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
         handle = MPI._handleof(self) & (2**64 - 1)
-        index = bridge.add_communicator(handle, self.Get_rank(), self.Get_size(), self.Get_name() or "unnamed")
-        self.__dict__.update(_index=index, rank_=self.Get_rank(), size_=self.Get_size(), name_=self.Get_name())
-        return index
+        slot = bridge.add_communicator(handle, self.Get_rank(), self.Get_size(), self.Get_name() or "unnamed")
+        self.__dict__.update(_slot=slot, rank_=self.Get_rank(), size_=self.Get_size(), name_=self.Get_name())
+        return slot
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, _Communicator) and "_index" in self.__dict__ and "_index" in other.__dict__:
-            return self.index == other.index
+        if isinstance(other, _Communicator) and "_slot" in self.__dict__ and "_slot" in other.__dict__:
+            return self.slot == other.slot
         return bool(super().__eq__(other))
 
     def __hash__(self) -> int:
-        return hash((_Communicator, self.index))
+        return hash((_Communicator, self.slot))
 
     def __repr__(self) -> str:
-        if "_index" not in self.__dict__ and self == MPI.COMM_NULL:
+        if "_slot" not in self.__dict__ and self == MPI.COMM_NULL:
             return f"{type(self).__name__}(null)"
-        kept = self.__dict__ if self.index is not None else {}
+        kept = self.__dict__ if self.slot is not None else {}
         freed = ", freed" if self == MPI.COMM_NULL else ""
         return f"{type(self).__name__}({kept['name_'] or 'unnamed'}, rank {kept['rank_']} of {kept['size_']}{freed})"
 
@@ -187,9 +194,9 @@ class _Communicator:
         """
         if self == MPI.COMM_NULL:
             return
-        index = self.index
+        slot = self.slot
         flush()
-        bridge.free_communicator(index)
+        bridge.free_communicator(slot)
         super().Free()  # type: ignore[misc]
 
     def free(self) -> None:
@@ -199,7 +206,7 @@ class _Communicator:
     def Set_name(self, name: str) -> None:
         """Name the communicator; error messages and repr show the name."""
         super().Set_name(name)  # type: ignore[misc]
-        bridge.rename_communicator(self.index, name)
+        bridge.rename_communicator(self.slot, name)
         self.__dict__["name_"] = name
 
     # Calling
@@ -207,14 +214,12 @@ class _Communicator:
     def _call(self, name: str, *operands: Any, links: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Run or stage a row of the table. Returns what make.bind returns."""
         row = TABLE[name]
-        if not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links)):
-            if row.target:
-                return eager.run(row, self, operands, dict(row.params) | params)
-        return bind(row, self, [jnp.asarray(x) for x in operands], links, **params)
+        concrete = not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links))
+        if concrete and row.target:
+            return eager.run(row, self, operands, dict(row.params) | params)
+        return bind(row, self, [_array(x) for x in operands], links, **params)
 
-    def _result(
-        self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, **params: Any
-    ) -> Any:
+    def _result(self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, **params: Any) -> Any:
         """Call, and give what the method returns: the result, with a token if one was given.
 
         `otherwise` is what a rank returns that gets nothing.
@@ -224,7 +229,7 @@ class _Communicator:
         returns = TABLE[name].returns(self, params)
         result = y if returns else otherwise
         if not returns and otherwise is not None:
-            result = join(jnp.asarray(otherwise), y)
+            result = join(_array(otherwise), y)
         if token is None:
             return result
         return result, Token(link(*links, y))
@@ -630,8 +635,8 @@ def _adopt(made: Any) -> Any:
         return made
     ours = next(ours for theirs, ours in _KINDS if isinstance(made, theirs))
     base = next(theirs for theirs, _ in _KINDS if isinstance(made, theirs))
-    comm = base.__new__(ours, made)
-    comm.index  # noqa: B018  registers it while the handle is certain to be valid
+    comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
+    comm.slot  # noqa: B018  registers it while the handle is certain to be valid
     return comm
 
 
@@ -659,17 +664,21 @@ def _host_only(name: str) -> str:
 
 
 # mpi4py's methods that make communicators, and those that communicate on the host.
-_MAKERS = """Clone Dup Dup_with_info Idup Idup_with_info Create Create_group Split Split_type Shrink Ishrink Create_cart
-    Create_graph Create_dist_graph Create_dist_graph_adjacent Create_intercomm Merge Sub""".split()
-_ON_HOST = """send bsend ssend recv sendrecv isend ibsend issend irecv probe iprobe mprobe improbe barrier bcast gather
-    scatter allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall Probe Iprobe Mprobe Improbe
-    Isend Ibsend Issend Irsend Irecv Isendrecv Isendrecv_replace Bsend Rsend Gatherv Scatterv Allgatherv Alltoallv Alltoallw
-    Reduce_scatter Ibarrier Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv Ialltoall Ialltoallv Ialltoallw
-    Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather Neighbor_allgatherv
-    Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw Disconnect""".split()
+_MAKERS = """
+    Clone Dup Dup_with_info Idup Idup_with_info Create Create_group Split Split_type Shrink Ishrink Create_cart Create_graph
+    Create_dist_graph Create_dist_graph_adjacent Create_intercomm Merge Sub
+"""
+_ON_HOST = """
+    send bsend ssend recv sendrecv isend ibsend issend irecv probe iprobe mprobe improbe barrier bcast gather scatter
+    allgather alltoall reduce allreduce scan exscan neighbor_allgather neighbor_alltoall Probe Iprobe Mprobe Improbe Isend
+    Ibsend Issend Irsend Irecv Isendrecv Isendrecv_replace Bsend Rsend Gatherv Scatterv Allgatherv Alltoallv Alltoallw
+    Reduce_scatter Ibarrier Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv Ialltoall Ialltoallv
+    Ialltoallw Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather
+    Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw Disconnect
+"""
 
 for _, _cls in _KINDS:
-    for _name in _MAKERS:
+    for _name in _MAKERS.split():
         _inherit(_cls, _name, adopt=True)
-    for _name in _ON_HOST:
+    for _name in _ON_HOST.split():
         _inherit(_cls, _name, adopt=False)

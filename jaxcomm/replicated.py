@@ -35,4 +35,4 @@ def shared_value_and_grad(
         total = comm.Allreduce(share, replicated=True)
         return (total, aux) if has_aux else total
 
-    return jax.value_and_grad(loss, argnums, has_aux)
+    return jax.value_and_grad(loss, argnums, has_aux)  # type: ignore[no-any-return]

@@ -18,10 +18,21 @@ import numpy as np
 
 from jaxcomm._primitives import _compat
 
-__all__ = ["COMPANION", "EFFECT", "LINK", "CommunicationEffect", "Token", "create_token", "flush", "join", "link", "link_cotangents"]
+__all__ = [
+    "COMPANION",
+    "EFFECT",
+    "LINK",
+    "CommunicationEffect",
+    "Token",
+    "create_token",
+    "flush",
+    "join",
+    "link",
+    "link_cotangents",
+]
 
 
-class CommunicationEffect(_compat.Effect):
+class CommunicationEffect(_compat.Effect):  # type: ignore[misc]
     """The ordered effect of every operation. Equal by value, so that two traces of one program are one program."""
 
     def __eq__(self, other: object) -> bool:
@@ -105,9 +116,7 @@ def _join_transpose(ct: Any, x: Any, *links: Any) -> list[Any]:
 
 def link_cotangents(links: Sequence[Any], ct: Any) -> list[Any]:
     """Zero for each linear link; it depends on ct, so that what is transposed again finds its way."""
-    return [
-        join(jnp.zeros(k.aval.shape, k.aval.dtype), ct) if _compat.is_undefined_primal(k) else None for k in links
-    ]
+    return [join(jnp.zeros(k.aval.shape, k.aval.dtype), ct) if _compat.is_undefined_primal(k) else None for k in links]
 
 
 def _join_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:

@@ -73,8 +73,9 @@ struct Counted {
   int operator()(P... p) const {
     if (large != nullptr) return large(widen(p)...);
     if (!(fits(p) && ...))
-      throw Failure("a message of more than " + std::to_string(constants.small_count_limit) +
-                    " elements needs the large-count functions of MPI 4, which this MPI library lacks; send it in parts");
+      throw Failure(
+          "a message of more than " + std::to_string(constants.small_count_limit) +
+          " elements needs the large-count functions of MPI 4, which this MPI library lacks; send it in parts");
     return small(narrow(p)...);
   }
 };
@@ -85,7 +86,8 @@ struct Plain {
   int operator()(P... p) const { return function(p...); }
 };
 
-// Finds a symbol first in the global scope, so that PMPI tools in LD_PRELOAD are honoured, then in mpi4py's own library.
+// Finds a symbol first in the global scope, so that PMPI tools in LD_PRELOAD are honoured, then in mpi4py's own
+// library.
 class Library {
  public:
   explicit Library(void* handle) : handle_(handle) {}

@@ -32,10 +32,10 @@ struct Attributes {
 
   // False where there is no attribute of that name.
   bool set(std::string_view key, std::int64_t value) {
-#define ATTRIBUTE(name, absent)               \
-  if (key == #name) {                         \
-    name = value;                             \
-    return has_##name = true;                 \
+#define ATTRIBUTE(name, absent) \
+  if (key == #name) {           \
+    name = value;               \
+    return has_##name = true;   \
   }
 #include "attributes.inc"
 #undef ATTRIBUTE
@@ -99,13 +99,15 @@ class Call {
   bool sends() const { return at_.dest != constants.proc_null; }
   bool receives() const { return at_.source != constants.proc_null; }
 
-  // Payload. `in(i)` and `out(i)` never are null: MPI libraries reject null and equal pointers even where nothing moves.
+  // Payload. `in(i)` and `out(i)` never are null: MPI libraries reject null and equal pointers even where nothing
+  // moves.
   const void* in(int i = 0) const { return pointer(frame_.operands[i], 0); }
   void* out(int i = 0) const { return pointer(frame_.results[i], 1); }
   H type() const { return handle_as<H>(datatype().handle); }
   Elements n_in(int i = 0, Count parts = 1) const { return units(frame_.operands[i].elements / parts); }
   Elements n_out(int i = 0, Count parts = 1) const { return units(frame_.results[i].elements / parts); }
-  // What a send sends: all of operand 0, or its first `count` elements (the adjoint of a message shorter than its template).
+  // What a send sends: all of operand 0, or its first `count` elements (the adjoint of a message shorter than its
+  // template).
   Elements n_sent() const {
     return at_.count < 0 ? n_in() : units(std::min<Count>(at_.count, frame_.operands[0].elements));
   }
@@ -118,7 +120,8 @@ class Call {
   void* inout(int i = 0) const {
     const Buffer &from = frame_.operands[i], &to = frame_.results[0];
     if (from.data != to.data && from.elements > 0)
-      std::memcpy(to.data, from.data, static_cast<std::size_t>(from.elements) * static_cast<std::size_t>(datatype().bytes));
+      std::memcpy(to.data, from.data,
+                  static_cast<std::size_t>(from.elements) * static_cast<std::size_t>(datatype().bytes));
     return out();
   }
 
@@ -182,9 +185,7 @@ class Call {
     if (rank == constants.proc_null) return "PROC_NULL";
     return rank == constants.any_source ? "ANY_SOURCE" : "rank " + std::to_string(rank);
   }
-  static std::string tag_text(std::int64_t tag) {
-    return tag == constants.any_tag ? "ANY_TAG" : std::to_string(tag);
-  }
+  static std::string tag_text(std::int64_t tag) { return tag == constants.any_tag ? "ANY_TAG" : std::to_string(tag); }
   int status_field(std::size_t at) {
     int value;
     std::memcpy(&value, status()->bytes + at, sizeof value);
@@ -212,12 +213,12 @@ class Call {
 template <class H>
 std::string Call<H>::describe() const {
   const Buffer& data = payload();
-  std::string text = std::string(frame_.operation) + " on " + comm_.name + ", rank " + std::to_string(comm_.rank) + " of " +
-                     std::to_string(comm_.size);
+  std::string text = std::string(frame_.operation) + " on " + comm_.name + ", rank " + std::to_string(comm_.rank) +
+                     " of " + std::to_string(comm_.size);
   if (data.elements > 0) {
     const Datatype& type = datatype();
-    text += ", " + std::to_string(data.elements) + " x " + type.name + " (" + std::to_string(data.elements * type.bytes) +
-            " bytes)";
+    text += ", " + std::to_string(data.elements) + " x " + type.name + " (" +
+            std::to_string(data.elements * type.bytes) + " bytes)";
   }
   if (at_.has_op) text += ", op " + reductions.at(at_.op).name;
   if (at_.has_root) text += ", root " + std::to_string(at_.root);

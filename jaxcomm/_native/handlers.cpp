@@ -24,14 +24,14 @@ const Mpi<H>& mpi() {
 }
 
 // One struct per row of ops.inc.
-#define OP(row, operands, call)                        \
-  struct row##_op {                                    \
-    static constexpr const char* name = #row;          \
-    static constexpr int data_operands = operands;     \
-    template <class H>                                 \
-    static int run([[maybe_unused]] Call<H>& c) {      \
-      return call;                                     \
-    }                                                  \
+#define OP(row, operands, call)                    \
+  struct row##_op {                                \
+    static constexpr const char* name = #row;      \
+    static constexpr int data_operands = operands; \
+    template <class H>                             \
+    static int run([[maybe_unused]] Call<H>& c) {  \
+      return call;                                 \
+    }                                              \
   };
 #include "ops.inc"
 #undef OP
@@ -173,9 +173,7 @@ std::string load_mpi(const std::string& library_path, bool pointers) {
   return missing.empty() ? "" : "the MPI library lacks" + missing;
 }
 
-bool has_large_counts() {
-  return handles_are_pointers ? pointer_mpi.has_large_counts() : int_mpi.has_large_counts();
-}
+bool has_large_counts() { return handles_are_pointers ? pointer_mpi.has_large_counts() : int_mpi.has_large_counts(); }
 
 void set_debug(bool on) { debug = on; }
 

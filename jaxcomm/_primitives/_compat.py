@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.extend
@@ -22,9 +22,10 @@ from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
 
 Array = jax.Array
-Effect = effects.Effect
+# JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
+Effect: TypeAlias = effects.Effect
 Primitive = jax.extend.core.Primitive
-ShapedArray = core.ShapedArray
+ShapedArray: TypeAlias = core.ShapedArray
 Tracer = core.Tracer
 Zero = ad.Zero
 instantiate_zeros = ad.instantiate_zeros

@@ -7,7 +7,7 @@ result.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -18,10 +18,11 @@ from jaxcomm._primitives import _compat, dtypes, reductions, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["ANY_SOURCE", "PROC_NULL", "host_array", "run"]
+__all__ = ["ANY_SOURCE", "PROC_NULL", "TAG_UB", "host_array", "run"]
 
 ANY_SOURCE = MPI.ANY_SOURCE
 PROC_NULL = MPI.PROC_NULL
+TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 _INT32 = np.dtype(np.int32)
 _ALIGNMENT = 64  # what XLA's CPU client needs to take an array without copying it
 
@@ -44,7 +45,7 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
     codes = [dtypes.code(a.dtype) for a in (*arrays, *results)]
     try:
         bridge.call(
-            NUMBERS[op.target], arrays, results, codes, _attributes(op, comm, params, arrays), _status(params)
+            NUMBERS[op.target or ""], arrays, results, codes, _attributes(op, comm, params, arrays), _status(params)
         )
     except bridge.NativeError as error:
         raise _exception(*error.args) from None
@@ -57,7 +58,7 @@ NUMBERS = {name: bridge.operation_index(name) for name in bridge.capsules()}
 
 
 def _attributes(op: Op, comm: Any, params: Params, arrays: Sequence[np.ndarray]) -> dict[str, int]:
-    out = {"comm": comm.index}
+    out = {"comm": comm.slot}
     for name, _ in op.params:
         if name == "op":
             out[name] = reductions.native(params[name], arrays[0].dtype).index
@@ -96,7 +97,7 @@ def _exception(code: int, message: str) -> Exception:
 class _MPIError(MPI.Exception):
     """mpi4py's exception, which says what was being done."""
 
-    def __new__(cls, code: int, message: str) -> _MPIError:
+    def __new__(cls, code: int, message: str) -> Self:
         return super().__new__(cls, code)
 
     def __init__(self, code: int, message: str):

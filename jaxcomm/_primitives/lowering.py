@@ -21,7 +21,7 @@ for _name, _capsule in bridge.capsules().items():
 
 def attributes(op: Op, comm: Any, params: Params, dtype: np.dtype[Any] | None) -> dict[str, int]:
     """Return a call's parameters as the native layer takes them: integers, and indices of its tables."""
-    out = {"comm": comm.index}
+    out = {"comm": comm.slot}
     for name, _ in op.params:
         value = params[name]
         if value is TRACED:

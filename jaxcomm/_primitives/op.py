@@ -11,7 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-__all__ = ["TRACEABLE", "TRACED", "Adjoint", "Lead", "Op", "Params", "Who", "everyone", "nobody", "not_first", "not_last", "the_root"]
+__all__ = [
+    "TRACEABLE",
+    "TRACED",
+    "Adjoint",
+    "Lead",
+    "Op",
+    "Params",
+    "Who",
+    "everyone",
+    "nobody",
+    "not_first",
+    "not_last",
+    "the_root",
+]
 
 Params = dict[str, Any]
 Lead = Literal["size"] | None

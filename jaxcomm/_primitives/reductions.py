@@ -43,7 +43,7 @@ BY_NAME = {known.name: known for known in _KNOWN.values()}
 SUM = BY_NAME["SUM"]
 
 # What each is defined for, by NumPy's kind of dtype. MPI 4.1, 6.9.2, and for bool as NumPy does: SUM is `or`.
-_KINDS = {name: "biu" for name in _NAMES} | {"SUM": "biufc", "PROD": "biufc", "MAX": "biuf", "MIN": "biuf"}
+_KINDS = dict.fromkeys(_NAMES, "biu") | {"SUM": "biufc", "PROD": "biufc", "MAX": "biuf", "MIN": "biuf"}
 _ON_BOOL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
 
 

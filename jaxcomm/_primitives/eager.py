@@ -18,9 +18,10 @@ from jaxcomm._primitives import _compat, dtypes, reductions, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["ANY_SOURCE", "PROC_NULL", "TAG_UB", "host_array", "run"]
+__all__ = ["ANY_SOURCE", "ANY_TAG", "PROC_NULL", "TAG_UB", "host_array", "run"]
 
 ANY_SOURCE = MPI.ANY_SOURCE
+ANY_TAG = MPI.ANY_TAG
 PROC_NULL = MPI.PROC_NULL
 TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 _INT32 = np.dtype(np.int32)

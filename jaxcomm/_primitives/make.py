@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxcomm._primitives import _compat, eager, lowering, reductions
 from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.token import COMPANION, EFFECT, LINK, join, link, link_cotangents
+from jaxcomm.token import COMPANION, EFFECT, LINK, join, link, link_cotangents, own_array
 
 __all__ = ["PRIMITIVES", "bind"]
 
@@ -207,11 +207,18 @@ def _transpose(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, **params: 
 
 
 def _check_origin(row: Op, full: Params) -> None:
-    if row.envelope and not _is_array(full["source"]) and full["source"] == eager.ANY_SOURCE:
-        raise NotImplementedError(
-            f"mpi_{row.name} from ANY_SOURCE cannot be transposed by itself: which rank sent is known only when it runs. "
-            "Differentiate the function (jax.vjp, jax.grad) instead of transposing it, or name the source"
-        )
+    """Refuse to transpose a receive whose sender and tag only a run would tell; a tangent knows them."""
+    wildcards = {"source": ("ANY_SOURCE", eager.ANY_SOURCE), "recvtag": ("ANY_TAG", eager.ANY_TAG)}
+    for name, (says, value) in wildcards.items() if row.envelope else ():
+        if not _is_array(full[name]) and full[name] == value and not _from_nobody(full):
+            raise NotImplementedError(
+                f"mpi_{row.name} with {says} cannot be transposed by itself: where the message came from is known only "
+                "when it runs. Differentiate the function (jax.vjp, jax.grad) instead, or name source and tag"
+            )
+
+
+def _from_nobody(full: Params) -> bool:
+    return not _is_array(full["source"]) and bool(full["source"] == eager.PROC_NULL)
 
 
 # Where a receive got less than its template, the template stays, and so does its cotangent.
@@ -221,7 +228,7 @@ def _rest(ct: Any, full: Params, via: Any) -> Any:
     """The cotangent of a template. Without a tangent to tell what came, all of the template is taken to have come."""
     if _is_array(full["received"]):
         return join(rest_p.bind(ct, full["received"]), via)
-    if not _is_array(full["source"]) and full["source"] == eager.PROC_NULL:
+    if _from_nobody(full):
         return join(ct, via)
     return join(jnp.zeros(ct.shape, ct.dtype), via)
 
@@ -274,7 +281,7 @@ def _make(row: Op) -> Any:
 def _run(row: Op, /, *args: Any, comm: Any, **params: Any) -> list[Any]:
     arrays, scalars, _ = _split(row, args, params)
     if not row.target:
-        return arrays
+        return [own_array(x) for x in arrays]
     known = {name: int(value) for name, value in scalars.items()}
     return eager.run(row, comm, arrays, params | known)
 

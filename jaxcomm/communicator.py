@@ -57,7 +57,7 @@ def _operand(x: Any, where: str) -> Any:
             x = jnp.asarray(x)
         except (TypeError, ValueError) as error:
             raise TypeError(f"{where} must be an array or a scalar, got {type(x).__name__}: {error}") from None
-    dtypes.check(jax.dtypes.canonicalize_dtype(x.dtype), where)
+    dtypes.check(eager.canonical(x), where)
     return x
 
 
@@ -104,10 +104,10 @@ def _tag(value: Any, where: str, wildcard: bool = False) -> Any:
     return tag
 
 
-def _op(recvbuf: Any, op: Any, dtype: Any, where: str) -> reductions.Reduction:
+def _op(recvbuf: Any, op: Any, x: Any, where: str) -> reductions.Reduction:
     """The reduction, which may stand in the receive buffer's place."""
     chosen = reductions.reduction(recvbuf if isinstance(recvbuf, MPI.Op) else op, where)
-    reductions.check(chosen, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), where)
+    reductions.check(chosen, eager.canonical(x), where)
     return chosen
 
 
@@ -116,7 +116,7 @@ def _alike(x: Any, recvbuf: Any, shape: tuple[int, ...], where: str) -> None:
     if recvbuf is None or isinstance(recvbuf, MPI.Op):
         return
     template = _operand(recvbuf, f"{where}: recvbuf")
-    have, want = (jax.dtypes.canonicalize_dtype(a.dtype) for a in (template, x))
+    have, want = (eager.canonical(a) for a in (template, x))
     if template.shape != shape or have != want:
         raise ValueError(
             f"{where}: recvbuf is a template of the result, {want.name}{list(shape)}, got {have.name}{list(template.shape)}"
@@ -351,7 +351,7 @@ class _Communicator:
     ) -> Any:
         x = _operand(sendbuf, f"{where}: sendbuf")
         template = x if recvbuf is None else _operand(recvbuf, f"{where}: recvbuf")
-        sent, received = (jax.dtypes.canonicalize_dtype(a.dtype) for a in (x, template))
+        sent, received = (eager.canonical(a) for a in (x, template))
         if sent != received:
             raise ValueError(f"{where}: recvbuf must have sendbuf's dtype {sent.name}, got {received.name}")
         return self._result(
@@ -470,7 +470,7 @@ class _Communicator:
         Raises:  TypeError: op is not defined for the dtype, or a traced root. ValueError: root out of range.
         """
         x = _operand(sendbuf, "Reduce: sendbuf")
-        op_ = _op(recvbuf, op, x.dtype, "Reduce")
+        op_ = _op(recvbuf, op, x, "Reduce")
         _alike(x, recvbuf, x.shape, "Reduce")
         return self._result("reduce", x, token=token, otherwise=x, op=op_, root=_root(root, self.size, "Reduce: root"))
 
@@ -530,7 +530,7 @@ class _Communicator:
         Raises:  TypeError: op is not defined for the dtype. ValueError: leading axis, recvbuf's shape.
         """
         x = self._led(sendbuf, "Reduce_scatter_block: sendbuf")
-        op_ = _op(recvbuf, op, x.dtype, "Reduce_scatter_block")
+        op_ = _op(recvbuf, op, x, "Reduce_scatter_block")
         _alike(x, recvbuf, x.shape[1:], "Reduce_scatter_block")
         return self._result("reduce_scatter_block", x, token=token, op=op_)
 
@@ -561,12 +561,12 @@ class _Communicator:
 
     def _reduction(self, name: str, where: str, sendbuf: Any, recvbuf: Any, op: Any, token: Token | None) -> Any:
         x = _operand(sendbuf, f"{where}: sendbuf")
-        op_ = _op(recvbuf, op, x.dtype, where)
+        op_ = _op(recvbuf, op, x, where)
         _alike(x, recvbuf, x.shape, where)
         params = {"op": op_} | ({"reverse": False} if name.endswith("scan") else {})
         nothing = None
         if not TABLE[name].returns(self, params):
-            dtype = np.dtype(jax.dtypes.canonicalize_dtype(x.dtype))
+            dtype = eager.canonical(x)
             nothing = np.full(x.shape, reductions.identity(op_, dtype), dtype)
         return self._result(name, x, token=token, otherwise=nothing, **params)
 

@@ -174,36 +174,48 @@ def operation_index(str name):
     return index
 
 
-cdef inline void fill(Buffer* buffer, array, int code):
-    buffer.data = (<JaxcommArrayHead*><void*>array).data
-    buffer.elements = array.size
-    buffer.code = code
+cdef class Plan:
+    """An operation with everything but the buffers: what the eager path keeps for the next call of the same kind."""
 
-
-def call(int operation, list operands, list results, list codes, dict attributes, uintptr_t status):
-    """Run an operation on C-contiguous NumPy arrays with the GIL released.
-
-    Args:
-      operation: from operation_index.
-      operands, results: arrays; results are overwritten.
-      codes: XLA's element type of each operand, then of each result.
-      attributes: {name: int}.
-      status: address of an MPI_Status to fill, or 0.
-    Raises:
-      NativeError: with MPI's error code and the message.
-    """
     cdef Frame frame
-    cdef Outcome outcome
-    cdef int i, n = len(operands)
-    for i in range(n):
-        fill(&frame.operands[i], operands[i], codes[i])
-    for i in range(len(results)):
-        fill(&frame.results[i], results[i], codes[n + i])
-    frame.n_operands, frame.n_results = n, len(results)
-    frame.status = <Status*>status
-    for name, value in attributes.items():
-        frame.attributes.set((<str>name).encode(), value)
-    with nogil:
-        outcome = run_operation(operation, frame)
-    if outcome.code != 0:
-        raise NativeError(outcome.code, outcome.message.decode())
+    cdef int operation
+
+    def __init__(self, int operation, list operands, list results, dict attributes):
+        """Prepare.
+
+        Args:
+          operation: from operation_index.
+          operands, results: for each array its number of elements and XLA's element type.
+          attributes: {name: int}.
+        """
+        cdef int i
+        self.operation = operation
+        self.frame.n_operands, self.frame.n_results = len(operands), len(results)
+        for i, (elements, code) in enumerate(operands):
+            self.frame.operands[i].elements, self.frame.operands[i].code = elements, code
+        for i, (elements, code) in enumerate(results):
+            self.frame.results[i].elements, self.frame.results[i].code = elements, code
+        for name, value in attributes.items():
+            self.frame.attributes.set((<str>name).encode(), value)
+
+    def run(self, list operands, list results, uintptr_t status):
+        """Run on C-contiguous NumPy arrays, with the GIL released.
+
+        Args:
+          operands: arrays as prepared for. results: likewise; they are overwritten.
+          status: address of an MPI_Status to fill, or 0.
+        Raises:
+          NativeError: with MPI's error code and the message.
+        """
+        cdef Frame frame = self.frame
+        cdef Outcome outcome
+        cdef int i
+        for i in range(frame.n_operands):
+            frame.operands[i].data = (<JaxcommArrayHead*><void*>operands[i]).data
+        for i in range(frame.n_results):
+            frame.results[i].data = (<JaxcommArrayHead*><void*>results[i]).data
+        frame.status = <Status*>status
+        with nogil:
+            outcome = run_operation(self.operation, frame)
+        if outcome.code != 0:
+            raise NativeError(outcome.code, outcome.message.decode())

@@ -6,32 +6,39 @@ result.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
 from mpi4py import MPI
 
 from jaxcomm._native import bridge
-from jaxcomm._primitives import _compat, dtypes, reductions, statuses
+from jaxcomm._primitives import _compat, attributes, dtypes, shapes, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["ANY_SOURCE", "ANY_TAG", "PROC_NULL", "TAG_UB", "host_array", "run"]
+__all__ = ["ANY_SOURCE", "ANY_TAG", "PROC_NULL", "TAG_UB", "canonical", "run"]
 
 ANY_SOURCE = MPI.ANY_SOURCE
 ANY_TAG = MPI.ANY_TAG
 PROC_NULL = MPI.PROC_NULL
 TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
-_INT32 = np.dtype(np.int32)
-_ALIGNMENT = 64  # what XLA's CPU client needs to take an array without copying it
+# XLA's CPU client takes an array without copying it if it is aligned so; below some size a copy is cheaper than aligning.
+_ALIGNMENT = 64
+_SMALL = 1 << 14
 
 
-def host_array(x: Any) -> np.ndarray:
-    """Return x as a C-contiguous NumPy array of JAX's canonical dtype; a view where it can be."""
-    array = np.asarray(x, order="C")
-    return np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype), order="C")
+def canonical(x: Any) -> np.dtype[Any]:
+    """Return the dtype that an operand has for JAX, which depends on whether 64 bits are enabled."""
+    return x.dtype if isinstance(x, jax.Array) else jax.dtypes.canonicalize_dtype(x.dtype)
+
+
+def _host_array(x: Any) -> np.ndarray:
+    """Return an operand as a C-contiguous NumPy array of its canonical dtype; a view where it can be."""
+    return np.asarray(x, canonical(x), order="C")
 
 
 def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]:
@@ -41,52 +48,75 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
     Raises: MPI.Exception: what MPI reports; RuntimeError: what jaxcomm's native layer does.
     """
     flush()
-    arrays = [host_array(x) for x in operands]
-    results = _results(op, comm, params, arrays)
-    codes = [dtypes.code(a.dtype) for a in (*arrays, *results)]
+    arrays = [_host_array(x) for x in operands]
+    plan = _plan(op, comm, arrays, params)
+    results = [_empty(a) for a in plan.results]
     try:
-        bridge.call(
-            NUMBERS[op.target or ""], arrays, results, codes, _attributes(op, comm, params, arrays), _status(params)
-        )
+        plan.native.run(arrays, results, statuses.address(params.get("status")))
     except bridge.NativeError as error:
         raise _exception(*error.args) from None
-    place = _Place(operands)
-    out = [place.put(x) for x in results]
-    return out if op.returns(comm, params) else [place.put(np.zeros(LINK.shape, LINK.dtype)), *out]
+    sharding, device = _place(operands)
+    out = [_compat.device_array(x, a, sharding, device) for x, a in zip(results, plan.results, strict=True)]
+    return out if plan.returns else [np.zeros(LINK.shape, LINK.dtype), *out]
 
 
-NUMBERS = {name: bridge.operation_index(name) for name in bridge.capsules()}
+class _Plan(NamedTuple):
+    """What is the same for all calls with these shapes, dtypes and parameters."""
+
+    native: bridge.Plan
+    results: list[_compat.ShapedArray]
+    returns: bool
 
 
-def _attributes(op: Op, comm: Any, params: Params, arrays: Sequence[np.ndarray]) -> dict[str, int]:
-    out = {"comm": comm.slot}
-    for name, _ in op.params:
-        if name == "op":
-            out[name] = reductions.native(params[name], arrays[0].dtype).index
-        elif name != "status":
-            out[name] = int(params[name])
-    return out
+_plans: dict[Any, _Plan] = {}
+_MOST_PLANS = 4096
 
 
-def _status(params: Params) -> int:
-    return statuses.address(params.get("status"))
+def _plan(op: Op, comm: Any, arrays: list[np.ndarray], params: Params) -> _Plan:
+    key = (op.name, comm.slot, *[(a.shape, a.dtype) for a in arrays], *params.values())
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _make_plan(op, comm, arrays, params)
+    return plan
 
 
-def _results(op: Op, comm: Any, params: Params, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    results = []
-    if op.returns(comm, params):
-        shape = arrays[-1].shape
-        if op.lead_in and op.sends(comm, params):
-            shape = shape[1:]
-        results.append(_aligned((comm.size, *shape) if op.lead_out else shape, arrays[-1].dtype))
-    return [*results, np.empty(3, np.int32)] if op.envelope else results
+def _make_plan(op: Op, comm: Any, arrays: list[np.ndarray], params: Params) -> _Plan:
+    results = shapes.results(op, comm, params, [_compat.ShapedArray(a.shape, a.dtype) for a in arrays])
+    returns = op.returns(comm, params)
+    results = results if returns else results[1:]
+    number = bridge.operation_index(op.target or "")
+    given = attributes.attributes(op, comm, params, arrays[0].dtype if arrays else None)
+    return _Plan(bridge.Plan(number, _buffers(arrays), _buffers(results), given), results, returns)
 
 
-def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    count = int(np.prod(shape, dtype=np.int64))
-    raw = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
+def _buffers(arrays: Sequence[Any]) -> list[tuple[int, int]]:
+    return [(math.prod(a.shape), dtypes.code(a.dtype)) for a in arrays]
+
+
+def _empty(aval: _compat.ShapedArray) -> np.ndarray:
+    size = math.prod(aval.shape) * aval.dtype.itemsize
+    if size < _SMALL:
+        return np.empty(aval.shape, aval.dtype)
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + count * dtype.itemsize].view(dtype).reshape(shape)
+    return raw[start : start + size].view(aval.dtype).reshape(aval.shape)  # type: ignore[no-any-return]
+
+
+def _place(operands: Sequence[Any]) -> tuple[Any, Any]:
+    """Where the results of a call go: the device of an operand, else JAX's default."""
+    for x in operands:
+        if isinstance(x, jax.Array):
+            sharding = x.sharding
+            return sharding, next(iter(sharding.device_set))
+    return _default_place(jax.config.jax_default_device)
+
+
+@functools.lru_cache
+def _default_place(default: Any) -> tuple[Any, Any]:
+    device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+    return jax.sharding.SingleDeviceSharding(device), device
 
 
 def _exception(code: int, message: str) -> Exception:
@@ -107,15 +137,3 @@ class _MPIError(MPI.Exception):
 
     def __str__(self) -> str:
         return self.message
-
-
-class _Place:
-    """Where the results of a call go: the device of an operand, else JAX's default."""
-
-    def __init__(self, operands: Sequence[Any]):
-        placed = [x for x in operands if isinstance(x, jax.Array)]
-        self.sharding = placed[0].sharding if placed else jax.numpy.zeros(()).sharding
-        self.device = next(iter(self.sharding.device_set))
-
-    def put(self, x: np.ndarray) -> jax.Array:
-        return _compat.device_array(x, _compat.ShapedArray(x.shape, x.dtype), self.sharding, self.device)

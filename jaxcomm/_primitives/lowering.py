@@ -9,31 +9,14 @@ import jax
 import numpy as np
 
 from jaxcomm._native import bridge
-from jaxcomm._primitives import _compat, reductions, statuses
-from jaxcomm._primitives.op import TRACED, Op, Params
+from jaxcomm._primitives import _compat, attributes
+from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import EFFECT, LINK
 
-__all__ = ["attributes", "lower"]
+__all__ = ["lower"]
 
 for _name, _capsule in bridge.capsules().items():
     jax.ffi.register_ffi_target(f"jaxcomm_{_name}", _capsule, platform="cpu")
-
-
-def attributes(op: Op, comm: Any, params: Params, dtype: np.dtype[Any] | None) -> dict[str, int]:
-    """Return a call's parameters as the native layer takes them: integers, and indices of its tables."""
-    out = {"comm": comm.slot}
-    for name, _ in op.params:
-        value = params[name]
-        if value is TRACED:
-            out[name] = bridge.TRACED
-        elif isinstance(value, reductions.Reduction):
-            assert dtype is not None
-            out[name] = reductions.native(value, dtype).index
-        elif name == "status":
-            out[name] = statuses.index(value)
-        else:
-            out[name] = int(value)
-    return out
 
 
 def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], comm: Any, params: Params) -> list[Any]:
@@ -55,7 +38,7 @@ def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], c
         [*arrays, *scalars],
         avals,
         EFFECT,
-        attributes(op, comm, params, dtype),
+        attributes.attributes(op, comm, params, dtype),
         aliases,
     )
     return results if returns else [_compat.constant(np.zeros(LINK.shape, LINK.dtype)), *results]

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxcomm._primitives import _compat, eager, lowering, reductions
+from jaxcomm._primitives import _compat, eager, lowering, reductions, shapes
 from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.token import COMPANION, EFFECT, LINK, join, link, link_cotangents, own_array
+from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
 __all__ = ["PRIMITIVES", "bind"]
-
-ENVELOPE = _compat.ShapedArray((3,), np.dtype(np.int32))
 
 
 def bind(row: Op, comm: Any, operands: Sequence[Any], links: Sequence[Any] = (), /, **params: Any) -> list[Any]:
@@ -61,21 +59,9 @@ def _split(row: Op, args: Sequence[Any], params: Params) -> tuple[list[Any], dic
 # Shapes
 
 
-def _result_shape(row: Op, comm: Any, params: Params, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    shape = shapes[-1]
-    if row.lead_in and row.sends(comm, params):
-        shape = shape[1:]
-    return (comm.size, *shape) if row.lead_out else shape
-
-
 def _abstract(row: Op, /, *args: Any, comm: Any, **params: Any) -> tuple[list[Any], set[Any]]:
     arrays, _, _ = _split(row, args, params)
-    result = LINK
-    if row.returns(comm, params):
-        shape = _result_shape(row, comm, params, [a.shape for a in arrays])
-        result = _compat.ShapedArray(shape, arrays[-1].dtype)
-    effects = {EFFECT, COMPANION} if row.target else set()
-    return [result, *[ENVELOPE] * row.envelope], effects
+    return shapes.results(row, comm, params, arrays), {EFFECT, COMPANION} if row.target else set()
 
 
 # Batching: the batch axis goes behind a leading axis that numbers ranks, else to the front: one message for the batch.

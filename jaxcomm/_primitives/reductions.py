@@ -29,6 +29,9 @@ class Reduction:
     index: int
     op: MPI.Op = field(compare=False, repr=False)
 
+    def __hash__(self) -> int:
+        return self.index
+
     def __repr__(self) -> str:
         return self.name
 

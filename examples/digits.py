@@ -105,6 +105,8 @@ def main():
     parser.add_argument("--rate", type=float, default=0.2, help="learning rate (default: %(default)s)")
     parser.add_argument("--output", default="digits.png", help="where the picture goes (default: %(default)s)")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps must be at least 1")
 
     comm = JaxComm(MPI.COMM_WORLD)
     if comm.rank == 0:

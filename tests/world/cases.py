@@ -327,3 +327,9 @@ CASES = [
     *(case for op in OPS for case in _reductions(op)),
 ]
 METHODS = list(dict.fromkeys(case.method for case in CASES))
+
+
+def slow(x: Any) -> Any:
+    """x, after a while: so costly that XLA runs the program in a thread of its own while the caller goes on."""
+    a = jnp.sin(jnp.arange(300.0 * 300).reshape(300, 300) + jnp.ravel(x)[0])
+    return x + 0 * (a @ a @ a)[0, 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,12 @@ def _row(name: str) -> Callable[[F], F]:
 # Arguments: wrong ones are found before any rank enters MPI
 
 
-def _operand(x: Any, where: str) -> Any:
+def _operand(x: Any, where: str, template: bool = False) -> Any:
     """Return x as something with shape and dtype that both paths take; a template may be a ShapeDtypeStruct."""
-    if x is None:
-        raise TypeError(f"{where} must be an array or a scalar, got None")
-    if isinstance(x, jax.ShapeDtypeStruct):
+    if template and isinstance(x, jax.ShapeDtypeStruct):
         x = jnp.zeros(x.shape, x.dtype)
+    elif x is None or isinstance(x, jax.ShapeDtypeStruct):
+        raise TypeError(f"{where} is sent, so it must be an array or a scalar, got {x!r}")
     elif not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
@@ -64,7 +64,9 @@ def _operand(x: Any, where: str) -> Any:
 def _traced(value: Any, where: str) -> Any:
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{where} must be an integer scalar, got {value.dtype.name}{list(value.shape)}")
-    return value.astype(jnp.int32)
+    limits, wide = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    # What 32 bits cannot hold must stay out of range, and not become somebody else's rank.
+    return value.clip(max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
 def _static(value: Any, where: str) -> int:
@@ -115,7 +117,7 @@ def _alike(x: Any, recvbuf: Any, shape: tuple[int, ...], where: str) -> None:
     """Raise ValueError unless a receive buffer, which is only a template, has the result's shape and dtype."""
     if recvbuf is None or isinstance(recvbuf, MPI.Op):
         return
-    template = _operand(recvbuf, f"{where}: recvbuf")
+    template = _operand(recvbuf, f"{where}: recvbuf", template=True)
     have, want = (eager.canonical(a) for a in (template, x))
     if template.shape != shape or have != want:
         raise ValueError(
@@ -150,16 +152,35 @@ class _Communicator:
         except KeyError:
             return self._register()
 
-    def _register(self) -> int:
-        if self == MPI.COMM_NULL:
-            raise ValueError(
-                f"{type(self).__name__} is a null communicator: it was freed, or this rank is not part of it"
-            )
+    def _register(self, shadow: MPI.Comm | None = None) -> int:
+        self._check_alive()
         self.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
-        handle = MPI._handleof(self) & (2**64 - 1)
-        slot = bridge.add_communicator(handle, self.Get_rank(), self.Get_size(), self.Get_name() or "unnamed")
-        self.__dict__.update(_slot=slot, rank_=self.Get_rank(), size_=self.Get_size(), name_=self.Get_name())
+        handle, other = (MPI._handleof(c) & (2**64 - 1) for c in (self, self if shadow is None else shadow))
+        rank, size, name = self.Get_rank(), self.Get_size(), self.Get_name()
+        slot = bridge.add_communicator(handle, other, rank, size, name or "unnamed")
+        self.__dict__.update(_slot=slot, _facts=(rank, size), _name=name, _shadow=shadow)
         return slot
+
+    def _check_alive(self) -> None:
+        if self != MPI.COMM_NULL:
+            return
+        if "_slot" in self.__dict__:
+            raise ValueError(f"{self!r} was freed (Free or the end of a with block); make a new communicator")
+        raise ValueError(f"{type(self).__name__} is a null communicator: this rank is no part of it")
+
+    if not TYPE_CHECKING:  # mpi4py's stub has plain attributes here
+
+        @property
+        def rank(self) -> int:
+            """This process's rank in the communicator."""
+            self._check_alive()
+            return self.__dict__["_facts"][0] if "_facts" in self.__dict__ else self.Get_rank()
+
+        @property
+        def size(self) -> int:
+            """The number of ranks (of an intercommunicator, those of this side)."""
+            self._check_alive()
+            return self.__dict__["_facts"][1] if "_facts" in self.__dict__ else self.Get_size()
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, _Communicator) and "_slot" in self.__dict__ and "_slot" in other.__dict__:
@@ -172,9 +193,11 @@ class _Communicator:
     def __repr__(self) -> str:
         if "_slot" not in self.__dict__ and self == MPI.COMM_NULL:
             return f"{type(self).__name__}(null)"
-        kept = self.__dict__ if self.slot is not None else {}
         freed = ", freed" if self == MPI.COMM_NULL else ""
-        return f"{type(self).__name__}({kept['name_'] or 'unnamed'}, rank {kept['rank_']} of {kept['size_']}{freed})"
+        if not freed:
+            self.slot  # noqa: B018  fills _facts
+        (rank, size), name = self.__dict__["_facts"], self.__dict__["_name"]
+        return f"{type(self).__name__}({name or 'unnamed'}, rank {rank} of {size}{freed})"
 
     def __enter__(self) -> Any:
         return self
@@ -192,6 +215,9 @@ class _Communicator:
         slot = self.slot
         flush()
         bridge.free_communicator(slot)
+        shadow = self.__dict__.pop("_shadow")
+        if shadow is not None:
+            shadow.Free()
         super().Free()  # type: ignore[misc]
 
     def free(self) -> None:
@@ -202,12 +228,13 @@ class _Communicator:
         """Name the communicator; error messages and repr show the name."""
         super().Set_name(name)  # type: ignore[misc]
         bridge.rename_communicator(self.slot, name)
-        self.__dict__["name_"] = name
+        self.__dict__["_name"] = name
 
     # Calling
 
     def _call(self, name: str, *operands: Any, links: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Run or stage a row of the table. Returns what make.bind returns."""
+        self._check_alive()
         row = TABLE[name]
         concrete = not _compat.tracing() and not any(isinstance(x, _compat.Tracer) for x in (*operands, *links))
         if concrete and row.target:
@@ -280,7 +307,7 @@ class _Communicator:
         Returns: the message; (message, token) if a token was given.
         Raises:  TypeError: dtype. ValueError: source or tag out of range. An MPI error: the message is longer than buf.
         """
-        template = _operand(buf, "Recv: buf")
+        template = _operand(buf, "Recv: buf", template=True)
         return self._result(
             "recv",
             template,
@@ -350,7 +377,7 @@ class _Communicator:
         token: Token | None,
     ) -> Any:
         x = _operand(sendbuf, f"{where}: sendbuf")
-        template = x if recvbuf is None else _operand(recvbuf, f"{where}: recvbuf")
+        template = x if recvbuf is None else _operand(recvbuf, f"{where}: recvbuf", template=True)
         sent, received = (eager.canonical(a) for a in (x, template))
         if sent != received:
             raise ValueError(f"{where}: recvbuf must have sendbuf's dtype {sent.name}, got {received.name}")
@@ -389,8 +416,9 @@ class _Communicator:
         Returns: the root's array; (array, token) if a token was given.
         Raises:  TypeError: dtype, or a traced root. ValueError: root out of range.
         """
-        x = _operand(buf, "Bcast: buf")
-        return self._result("bcast", x, token=token, root=_root(root, self.size, "Bcast: root"))
+        root = _root(root, self.size, "Bcast: root")
+        x = _operand(buf, "Bcast: buf", template=self.rank != root)
+        return self._result("bcast", x, token=token, root=root)
 
     @_row("gather")
     def Gather(self, sendbuf: Any, recvbuf: Any = None, root: int = 0, *, token: Token | None = None) -> Any:
@@ -426,7 +454,7 @@ class _Communicator:
             _alike(x, recvbuf, x.shape[1:], "Scatter")
         else:
             template = sendbuf if recvbuf is None else recvbuf
-            x = _operand(template, "Scatter: recvbuf (or a template in sendbuf's place)")
+            x = _operand(template, "Scatter: recvbuf (or a template in sendbuf's place)", template=True)
         return self._result("scatter", x, token=token, root=root)
 
     @_row("allgather")
@@ -624,14 +652,16 @@ _KINDS = (
 
 def _adopt(made: Any) -> Any:
     """Give a communicator that mpi4py made the wrapper type; it becomes ours."""
-    if isinstance(made, tuple):
-        return tuple(map(_adopt, made))
+    if isinstance(made, tuple):  # Idup: nothing can be known of the communicator before the request is complete
+        made[1].Wait()
+        return (_adopt(made[0]), made[1])
     if not isinstance(made, MPI.Comm) or made == MPI.COMM_NULL:
         return made
     ours = next(ours for theirs, ours in _KINDS if isinstance(made, theirs))
     base = next(theirs for theirs, _ in _KINDS if isinstance(made, theirs))
     comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
-    comm.slot  # noqa: B018  registers it while the handle is certain to be valid
+    # A duplicate of the mpi4py object and not ours: Dup would come back here.
+    comm._register(shadow=base.Dup(made) if made.Is_intra() else None)
     return comm
 
 
@@ -645,6 +675,7 @@ def _inherit(cls: type, name: str, adopt: bool) -> None:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(a, _compat.Tracer) for a in jax.tree_util.tree_leaves((args, kwargs))):
             raise TypeError(_host_only(name))
+        self._check_alive()
         flush()
         result = theirs(self, *args, **kwargs)
         return _adopt(result) if adopt else result

@@ -23,7 +23,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Constants constants
 
     cdef cppclass Communicator:
-        uint64_t handle
+        uint64_t handle, shadow
         int rank, size
         string name
         cbool freed
@@ -122,9 +122,13 @@ def add_datatype(int code, uint64_t handle, int per_element, int itemsize, str n
     datatype_of_code[code] = datatypes.add(row)
 
 
-def add_communicator(uint64_t handle, int rank, int size, str name):
-    """Return the index by which compiled programs name this communicator."""
+def add_communicator(uint64_t handle, uint64_t shadow, int rank, int size, str name):
+    """Return the index by which compiled programs name this communicator.
+
+    `shadow` is a duplicate, or the same handle, for the messages that differentiation adds.
+    """
     cdef Communicator row
+    row.shadow = shadow
     row.handle, row.rank, row.size, row.name = handle, rank, size, name.encode()
     return communicators.add(row)
 

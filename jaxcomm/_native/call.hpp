@@ -79,7 +79,10 @@ class Call {
   }
 
   // Communicator, reduction, root, peers
-  H comm() { return handle_as<H>(at_.reverse != 0 ? reversed() : comm_.handle); }
+  H comm() {
+    if (at_.reverse != 0) return handle_as<H>(reversed());
+    return handle_as<H>(at_.shadow != 0 ? comm_.shadow : comm_.handle);
+  }
   int size() const { return comm_.size; }
   bool is_root() const { return comm_.rank == root(); }
   int root() const { return static_cast<int>(at_.root); }  // checked when the program was traced

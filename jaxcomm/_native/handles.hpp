@@ -16,6 +16,7 @@ namespace jaxcomm {
 
 struct Communicator {
   std::uint64_t handle = 0;
+  std::uint64_t shadow = 0;  // for messages that differentiation adds: no ANY_SOURCE of the program may receive one
   int rank = 0, size = 0;
   std::string name;
   bool freed = false;

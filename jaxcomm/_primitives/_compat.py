@@ -66,6 +66,7 @@ __all__ = [
     "primitive_jvps",
     "primitive_transposes",
     "register_lowering",
+    "report_failures_once",
     "tracing",
 ]
 
@@ -235,3 +236,30 @@ def device_array(x: np.ndarray, aval: ShapedArray, sharding: Any, device: Any) -
 def pending(effect: Effect) -> Any:
     """Return the runtime token of this thread's last program with the effect, or None."""
     return runtime_tokens.current_tokens.get(effect)
+
+
+def report_failures_once(effect: Effect) -> None:
+    """Make a program that failed after its dispatch fail the next program with the effect, and not all later ones.
+
+    JAX keeps the failed program's token as the input of the next, whose results then fail in turn, for ever.
+    """
+    token_input = type(runtime_tokens).get_token_input
+
+    def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
+        token = self.current_tokens.get(eff) if eff == effect else None
+        if token is not None and _is_ready(token):
+            try:
+                token.block_until_ready()
+            except Exception as error:
+                self.current_tokens.pop(eff, None)
+                raise type(error)(
+                    f"an earlier program of this thread failed after it was dispatched: {error}"
+                ) from None
+        return token_input(self, eff, devices)
+
+    type(runtime_tokens).get_token_input = get_token_input
+
+
+def _is_ready(token: Any) -> bool:
+    array = getattr(token, "_buf", token)
+    return bool(array.is_ready()) if hasattr(array, "is_ready") else False

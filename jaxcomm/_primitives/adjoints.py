@@ -28,7 +28,13 @@ def backwards(params: Params) -> Params:
 
 def take_back(params: Params) -> Params:
     """A receive of the cotangent from where the message went."""
-    return {"source": params["dest"], "recvtag": params["sendtag"], "received": params["count"], "status": None}
+    return {
+        "source": params["dest"],
+        "recvtag": params["sendtag"],
+        "received": params["count"],
+        "shadow": True,
+        "status": None,
+    }
 
 
 def send_back(params: Params) -> Params:
@@ -38,6 +44,7 @@ def send_back(params: Params) -> Params:
         "sendtag": params["recvtag"],
         "count": params["received"],
         "synchronous": False,
+        "shadow": True,
     }
 
 

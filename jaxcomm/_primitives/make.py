@@ -143,7 +143,12 @@ def _no_tangent(row: Op, comm: Any, params: Params, outs: Sequence[Any], dlinks:
 
 
 def _for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
-    """The tangent comes from the rank that the value really came from, under the tag that it had."""
+    """The tangent comes from the rank that the value really came from, under the tag that it had.
+
+    It travels on the shadow communicator, where no receive from ANY_SOURCE can take it for a value.
+    """
+    if "shadow" in full:
+        full = full | {"shadow": True}
     if not row.envelope:
         return full
     source, tag, received = outs[1]

@@ -52,6 +52,8 @@ def _operand(x: Any, where: str, template: bool = False) -> Any:
         x = jnp.zeros(x.shape, x.dtype)
     elif x is None or isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{where} is sent, so it must be an array or a scalar, got {x!r}")
+    elif isinstance(x, (type(MPI.IN_PLACE), type(MPI.BOTTOM))):
+        raise TypeError(f"{where}: {x!r} is for buffers; here results are returned, so pass the operand itself")
     elif not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
@@ -210,15 +212,23 @@ class _Communicator:
 
         Compiled functions that refer to it raise an error from then on. Calling it twice does nothing.
         """
-        if self == MPI.COMM_NULL:
-            return
+        if self != MPI.COMM_NULL:
+            self._retire()
+            super().Free()  # type: ignore[misc]
+
+    def Disconnect(self) -> None:
+        """Wait for all communication on the communicator and free it, on all its ranks. As Free otherwise."""
+        self._check_alive()
+        self._retire()
+        super().Disconnect()  # type: ignore[misc]
+
+    def _retire(self) -> None:
         slot = self.slot
         flush()
         bridge.free_communicator(slot)
         shadow = self.__dict__.pop("_shadow")
         if shadow is not None:
             shadow.Free()
-        super().Free()  # type: ignore[misc]
 
     def free(self) -> None:
         """As Free."""
@@ -700,7 +710,7 @@ _ON_HOST = """
     Ibsend Issend Irsend Irecv Isendrecv Isendrecv_replace Bsend Rsend Gatherv Scatterv Allgatherv Alltoallv Alltoallw
     Reduce_scatter Ibarrier Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv Ialltoall Ialltoallv
     Ialltoallw Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather
-    Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw Disconnect
+    Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw
 """
 
 for _, _cls in _KINDS:

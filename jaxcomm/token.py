@@ -65,6 +65,7 @@ EFFECT = _OrderedEffect()
 COMPANION = CompanionEffect()
 _compat.allow_everywhere(_OrderedEffect, CompanionEffect)
 _compat.dont_hoist(_OrderedEffect)
+_compat.keep_under_checkpoint(_OrderedEffect)
 _compat.report_failures_once(EFFECT)
 
 LINK = _compat.ShapedArray((0,), np.dtype(np.float32))

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend
 import numpy as np
-from jax._src import core, dispatch, effects
+from jax._src import ad_checkpoint, core, dispatch, effects
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops
@@ -60,6 +60,7 @@ __all__ = [
     "dont_hoist",
     "instantiate_zeros",
     "is_undefined_primal",
+    "keep_under_checkpoint",
     "lower_as",
     "pending",
     "primitive_batchers",
@@ -112,13 +113,7 @@ def dont_hoist(effect: type[Effect]) -> None:
 
     # Under jax.checkpoint the same is done inline: run that function with a partial_eval that does not hoist.
     rule = pe.partial_eval_jaxpr_custom_rules[loops.scan_p]
-    without_hoisting = types.FunctionType(
-        rule.__code__,
-        {**rule.__globals__, "pe": _PartialEvalWithoutHoisting()},
-        rule.__name__,
-        rule.__defaults__,
-        rule.__closure__,
-    )
+    without_hoisting = _with_partial_eval(rule, partial_eval_jaxpr_nounits=_split_nothing_off)
 
     def rule_for_remat(saveable: Any, unknown: Any, instantiate: Any, eqn: Any) -> Any:
         chosen = without_hoisting if communicates(eqn.params["jaxpr"]) else rule
@@ -127,22 +122,54 @@ def dont_hoist(effect: type[Effect]) -> None:
     pe.partial_eval_jaxpr_custom_rules[loops.scan_p] = rule_for_remat
 
 
-class _PartialEvalWithoutHoisting:
-    """jax._src.interpreters.partial_eval, but its split of a loop body leaves all in the loop."""
+def _split_nothing_off(jaxpr: Any, unknowns: Sequence[bool], instantiate: Any) -> Any:
+    """partial_eval_jaxpr_nounits for a loop body, leaving all in the loop."""
+    # The loop takes the hoisted part's results (here the constants themselves) before its other inputs, which is the
+    # order that it has, unless some constant is a mutable reference.
+    if list(unknowns) != sorted(unknowns):
+        return pe.partial_eval_jaxpr_nounits(jaxpr, unknowns, instantiate)
+    avals = [a for a, unknown in zip(jaxpr.in_avals, unknowns, strict=True) if not unknown]
+    arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    hoisted = _without_names(jax.make_jaxpr(lambda *consts: consts)(*arguments))
+    return hoisted, jaxpr, [True] * len(jaxpr.out_avals), avals
+
+
+def keep_under_checkpoint(effect: type[Effect]) -> None:
+    """Keep what jax.checkpoint leaves for the backward pass if it has the effect, though no result needs it.
+
+    A Send that this rank's result does not depend on has an adjoint nevertheless. JAX 0.8.1 to 0.12 see to that for jit
+    and scan, but not for checkpoint.
+    """
+
+    def new_eqn_recipe(trace: Any, tracers: Any, outs: Any, primitive: Any, params: Any, effs: Any, *more: Any) -> Any:
+        recipe = pe.new_eqn_recipe(trace, tracers, outs, primitive, params, effs, *more)
+        if any(isinstance(e, effect) for e in effs):
+            trace.effect_handles.append(pe.EffectHandle(tracers, recipe))
+        return recipe
+
+    rule = pe.custom_partial_eval_rules[ad_checkpoint.remat_p]
+    pe.custom_partial_eval_rules[ad_checkpoint.remat_p] = _with_partial_eval(rule, new_eqn_recipe=new_eqn_recipe)
+
+
+class _PartialEval:
+    """jax._src.interpreters.partial_eval with some functions replaced."""
+
+    def __init__(self, replaced: dict[str, Any]):
+        self.__dict__.update(replaced)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pe, name)
 
-    @staticmethod
-    def partial_eval_jaxpr_nounits(jaxpr: Any, unknowns: Sequence[bool], instantiate: Any) -> Any:
-        avals = [a for a, unknown in zip(jaxpr.in_avals, unknowns, strict=True) if not unknown]
-        arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
-        hoisted = _without_names(jax.make_jaxpr(lambda *consts: consts)(*arguments))
-        # The loop takes the hoisted part's results (here the constants themselves) before its other inputs, which is
-        # the order that it has, unless some constant is a mutable reference.
-        if list(unknowns) != sorted(unknowns):
-            return pe.partial_eval_jaxpr_nounits(jaxpr, unknowns, instantiate)
-        return hoisted, jaxpr, [True] * len(jaxpr.out_avals), avals
+
+def _with_partial_eval(rule: Any, **replaced: Any) -> Any:
+    """Return one of JAX's rules with some functions of partial_eval replaced, for it alone."""
+    return types.FunctionType(
+        rule.__code__,
+        {**rule.__globals__, "pe": _PartialEval(replaced)},
+        rule.__name__,
+        rule.__defaults__,
+        rule.__closure__,
+    )
 
 
 def _without_names(closed: Any) -> Any:

@@ -31,7 +31,8 @@ def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], c
     returns = op.returns(comm, params)
     avals = context.avals_out[0 if returns else 1 :]
     dtype = context.avals_in[0].dtype if op.operands else None
-    aliases = {op.alias: 0} if op.alias is not None and returns else {}
+    alike = op.alias is not None and returns and context.avals_in[op.alias].shape == avals[0].shape
+    aliases = {op.alias: 0} if op.alias is not None and alike else {}
     results = _compat.custom_call(
         context,
         f"jaxcomm_{op.target}",

@@ -82,7 +82,7 @@ class Op:
       lead_out: whether the result has.
       envelope: also returns int32 (source, tag, number of elements received, or -1 for all of the template). Then the
         template stays where nothing arrives, and so is an input of the linear map.
-      alias: the operand that may share the result's buffer.
+      alias: the operand that may share the result's buffer, where it has its shape.
       adjoint: None where there is no derivative.
       native: the row of ops.inc that it runs, by default its own name; None where nothing is communicated and y is x.
       linear: whether y is linear in x for these parameters; elsewhere reductions.py has the derivative.

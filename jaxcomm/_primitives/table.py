@@ -80,6 +80,7 @@ _ROWS = (
         params=(_ROOT,),
         sends=the_root,
         lead_in="size",
+        alias=0,
         adjoint=Adjoint("gather", to.keep, "Gather of the cotangents to the root, zero elsewhere"),
     ),
     Op(

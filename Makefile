@@ -51,12 +51,12 @@ build/wheels/%/ok: .envs/%-build/deps $(SOURCES)
 .PRECIOUS: .envs/%/deps .envs/%/ok .envs/%/examples build/wheels/%/ok
 
 demo: .envs/$(DEMO)/ok .envs/$(DEMO)/examples
-	@OMP_NUM_THREADS=1 .envs/$(DEMO)/bin/mpiexec -n 2 .envs/$(DEMO)/bin/python -P examples/digits.py
+	@OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 .envs/$(DEMO)/bin/mpiexec -n 2 .envs/$(DEMO)/bin/python -P examples/digits.py
 
 # plain(part, environment): the tests that pytest runs by itself; that ARGS selects none of them (5) is no failure.
 define plain
 .PHONY: $(1)/$(2)
-$(1)/$(2): .envs/$(2)/ok
+$(1)/$(2): .envs/$(2)/ok $(if $(filter jobs,$(1)),.envs/$(2)/examples)
 	@echo "== $(1) tests, $(2)"
 	@.envs/$(2)/bin/pytest tests/$(1) $$(ARGS) || [ $$$$? = 5 -a -n '$$(ARGS)' ]
 endef

@@ -26,7 +26,7 @@ from calculus import (
     sums,
     tangents,
 )
-from cases import CASES, left, right
+from cases import CASES
 from jax import lax
 from mpi4py import MPI
 
@@ -39,7 +39,7 @@ RANK, SIZE = WORLD.rank, WORLD.size
 
 on_three_communicators = pytest.mark.parametrize("comm", ["world", "parity", "reversed"], indirect=True)
 # Which rank sent, under which tag, or how much, is known only when it runs: these have a transpose only in jax.vjp.
-UNTRANSPOSABLE = ("Send", "Sendrecv", "Sendrecv-short", "Sendrecv-ragged")
+UNTRANSPOSABLE = ("Send", "Sendrecv", "Sendrecv-any", "Sendrecv-short", "Sendrecv-ragged")
 
 
 @pytest.fixture
@@ -393,3 +393,28 @@ def test_linearize_through_while_loop():
     y, push = jax.linearize(f, x)
     z, dz = jax.jvp(f, (x,), (v,))
     np.testing.assert_allclose([y, push(v)], [z, dz], rtol=1e-14)
+
+
+# What has no tangent
+
+
+def test_integers_need_no_communication():
+    for case in COMPOSED:
+        f = functools.partial(case.call, WORLD)
+        x = case.operands(WORLD, dtype=np.float64, seed=16)[RANK]
+        through_integers = lambda x, f=f: jnp.sum(f(jnp.round(x).astype(int)) * x[:1]) * jnp.sum(x)  # noqa: E731
+        if case.method in ("Allreduce", "Bcast", "Reduce", "Scan"):
+            assert operations(jax.grad(through_integers), x) == operations(through_integers, x), case
+        count = lambda x, f=f: jax.jvp(f, (x,), (np.zeros(x.shape, jax.dtypes.float0),))[0]  # noqa: E731
+        whole = case.operands(WORLD, dtype=np.int64, seed=16)[RANK]
+        assert operations(count, whole) == operations(f, whole), case
+
+
+def test_what_has_no_derivative_says_so():
+    x = np.arange(3.0)
+    bitwise = lambda x: bind(TABLE["allreduce"], WORLD, [x], op=reductions.BY_NAME["BAND"])[0]  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"mpi_allreduce with op=BAND .*SUM, PROD, MAX and MIN.*stop_gradient"):
+        jax.make_jaxpr(lambda x: jax.jvp(bitwise, (x,), (x,)))(x)
+    with pytest.raises(NotImplementedError, match="mpi_allreduce"):
+        maximum = lambda x: WORLD.Allreduce(x, op=MPI.MAX)  # noqa: E731
+        jax.make_jaxpr(lambda w: jax.linear_transpose(maximum, x)(w))(x)

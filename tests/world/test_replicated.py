@@ -143,13 +143,13 @@ def normalised(x, total, count):
 
 @on_three_ranks
 def test_synchronised_batch_statistics():
-    """x = (1, 3, 8): mean 4, variance 26 / 3. The loss is the sum of y^3 / 6: batch statistics make it a mixture."""
-    xs = jnp.array([1.0, 3.0, 8.0])
-    loss = lambda y: jnp.sum(y**3) / 6  # noqa: E731
-    whole = jax.grad(lambda xs: loss(normalised(xs, lambda a: a, 3)))(xs)
-    g = jax.jit(jax.grad(lambda x: loss(normalised(x, WORLD.Allreduce, 3))))(xs[RANK])
-    np.testing.assert_allclose(g, whole[RANK], rtol=1e-13)
-    np.testing.assert_allclose(g, [0.02352, -0.03764, 0.01411][RANK], atol=5e-6)
+    """x = (1, 1, 4): mean 2, variance 2, y = (-1, -1, 2) / sqrt(2). Rank r's loss is (r + 1) y."""
+    weights = jnp.arange(1.0, 4.0)
+    xs = jnp.array([1.0, 1.0, 4.0])
+    whole = jax.grad(lambda xs: jnp.sum(weights * normalised(xs, lambda a: a, 3)))(xs)
+    g = jax.jit(jax.grad(lambda x: weights[RANK] * normalised(x, WORLD.Allreduce, 3)))(xs[RANK])
+    np.testing.assert_allclose(g, whole[RANK], rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(g, np.array([-0.5, 0.5, 0])[RANK] / np.sqrt(2), rtol=1e-13, atol=1e-15)
 
 
 def test_synchronised_batch_statistics_with_parameters():

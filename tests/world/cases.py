@@ -17,8 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-jax.config.update("jax_enable_x64", True)
-
 Shape = tuple[int, ...]
 Arrays = Sequence[np.ndarray]
 

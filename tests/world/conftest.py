@@ -14,6 +14,9 @@ from _pytest.runner import runtestprotocol
 GRACE = float(os.environ.get("JAXCOMM_TEST_GRACE", "20"))
 SEVERITY = ("passed", "skipped", "failed")
 
+# For tolerances that mean something. A test of 32 bits says so.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+
 
 @pytest.fixture(params=list(harness.communicators()))
 def comm(request: pytest.FixtureRequest):

@@ -49,10 +49,11 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
     """
     flush()
     arrays = [_host_array(x) for x in operands]
-    plan = _plan(op, comm, arrays, params)
+    status = statuses.address(params.get("status"))
+    plan = _plan(op, comm, arrays, params | {"status": None} if status else params)
     results = [_empty(a) for a in plan.results]
     try:
-        plan.native.run(arrays, results, statuses.address(params.get("status")))
+        plan.native.run(arrays, results, status)
     except bridge.NativeError as error:
         raise _exception(*error.args) from None
     sharding, device = _place(operands)
@@ -107,9 +108,8 @@ def _empty(aval: _compat.ShapedArray) -> np.ndarray:
 def _place(operands: Sequence[Any]) -> tuple[Any, Any]:
     """Where the results of a call go: the device of an operand, else JAX's default."""
     for x in operands:
-        if isinstance(x, jax.Array):
-            sharding = x.sharding
-            return sharding, next(iter(sharding.device_set))
+        if isinstance(x, jax.Array) and len(devices := x.sharding.device_set) == 1:
+            return x.sharding, next(iter(devices))
     return _default_place(jax.config.jax_default_device)
 
 

@@ -232,15 +232,15 @@ def test_bcast_and_scatter_from_the_root_only(root):
 
     def program(x):
         token = create_token(x)
-        a, token = WORLD.Bcast(jnp.sin(x) if RANK == root else np.zeros(3), root, token=token)
+        a, token = WORLD.Bcast(jnp.sin(x) if root == RANK else np.zeros(3), root, token=token)
         led = x * jnp.arange(1.0, SIZE + 1)[:, None]
-        b, token = WORLD.Scatter(led if RANK == root else np.zeros(3), root=root, token=token)
+        b, token = WORLD.Scatter(led if root == RANK else np.zeros(3), root=root, token=token)
         return jnp.sum(a * b * (RANK + 1.0))
 
     x = data(3)
     g = jax.jit(jax.grad(program))(x)
     weight = sum((r + 1.0) ** 2 for r in range(SIZE))
-    expected = weight * (np.cos(x) * x + np.sin(x)) if RANK == root else np.zeros(3)
+    expected = weight * (np.cos(x) * x + np.sin(x)) if root == RANK else np.zeros(3)
     np.testing.assert_allclose(g, expected, rtol=1e-13)
     check_gradient(WORLD, program, x)
 
@@ -290,7 +290,9 @@ WRAPPERS = {
     "token": lambda comm: functools.partial(stage, comm, with_token=True),
     "jit": lambda comm: jax.jit(functools.partial(stage, comm)),
     "cond": lambda comm: lambda w, x: lax.cond(x.size > 0, functools.partial(stage, comm), lambda w, x: 0.0, w, x),
-    "cond on data": lambda comm: lambda w, x: lax.cond(x[0, 0] < 9, functools.partial(stage, comm), lambda w, x: 0.0, w, x),
+    "cond on data": lambda comm: (
+        lambda w, x: lax.cond(x[0, 0] < 9, functools.partial(stage, comm), lambda w, x: 0.0, w, x)
+    ),
     "checkpoint": lambda comm: jax.checkpoint(functools.partial(stage, comm)),
 }
 

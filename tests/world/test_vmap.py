@@ -129,12 +129,7 @@ def test_vmap_and_grad():
     directions = [[[np.cos(7 * x + i) for x in xs] for i, xs in enumerate(e)] for e in elements]
     products = sums(
         WORLD,
-        [
-            (v[i][RANK], g[i])
-            for v, gs in zip(directions, found, strict=True)
-            for g in gs
-            for i in range(BATCH)
-        ],
+        [(v[i][RANK], g[i]) for v, gs in zip(directions, found, strict=True) for g in gs for i in range(BATCH)],
     ).reshape(-1, 2, BATCH)
     for case, e, v, have in zip(which, elements, directions, products, strict=True):
         expected = [slope(functools.partial(total, case), xs, vs) for xs, vs in zip(e, v, strict=True)]
@@ -254,5 +249,3 @@ def test_batched_condition_runs_both_branches():
     assert operations(jax.vmap(f), p, x) == {"allreduce": 1, "scan": 1}
     expected = np.where(p, WORLD.allreduce(x), 2 * WORLD.scan(x))
     np.testing.assert_array_equal(jax.jit(jax.vmap(f))(p, x), expected)
-
-

@@ -406,6 +406,6 @@ def test_what_has_no_derivative_says_so():
         NotImplementedError, match=r"mpi_allreduce with op=BAND .*SUM, PROD, MAX and MIN.*stop_gradient"
     ):
         jax.make_jaxpr(lambda x: jax.jvp(bitwise, (x,), (x,)))(x)
+    maximum = lambda x: WORLD.Allreduce(x, op=MPI.MAX)  # noqa: E731
     with pytest.raises(NotImplementedError, match="mpi_allreduce"):
-        maximum = lambda x: WORLD.Allreduce(x, op=MPI.MAX)  # noqa: E731
         jax.make_jaxpr(lambda w: jax.linear_transpose(maximum, x)(w))(x)

@@ -138,7 +138,7 @@ def test_messages_in_scan_under_grad(mode):
     assert forward == {"send": 15, "recv": 15}
     assert counts["send"] == counts["recv"] == 30
     for f in (program, jax.checkpoint(program)):
-        y, push = jax.linearize(f, x, scale)
+        _, push = jax.linearize(f, x, scale)
         a = WORLD.allreduce(float(push(1.0, 0.5)))
         gx, gs = jax.grad(f, argnums=(0, 1))(x, scale)
         np.testing.assert_allclose(a, WORLD.allreduce(float(gx + 0.5 * gs)), rtol=1e-11)

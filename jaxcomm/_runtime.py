@@ -61,6 +61,11 @@ def _status_layout() -> tuple[int, int]:
 
 
 def _check_thread_level() -> None:
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise ImportError(
+            "jaxcomm needs MPI to be initialised: leave mpi4py.rc.initialize at its default, or call MPI.Init_thread() "
+            "before importing jaxcomm"
+        )
     names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
     level = MPI.Query_thread()
     if level >= MPI.THREAD_MULTIPLE:

@@ -7,6 +7,7 @@ mpi4py's own, by inheritance, and waits for the operations that jaxcomm has unde
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,8 +35,10 @@ def _row(name: str) -> Callable[[F], F]:
     def complete(method: F) -> F:
         row = TABLE[name]
         adjoint = row.adjoint.says if row.adjoint else "none: no data"
+        text = inspect.cleandoc(method.__doc__ or "")
+        gap = "  " if text.endswith("Raises:") else "\n         "
         method.__doc__ = (
-            f"{method.__doc__}    JaxRuntimeError: MPI reports an error (MPI.Exception when called on concrete arrays).\n"
+            f"{text}{gap}JaxRuntimeError: MPI reports an error (MPI.Exception when called on concrete arrays).\n"
             f"Adjoint: {adjoint}.   Batching: one call on the batch.\nSource:  {row.source}.\n"
         )
         return method
@@ -54,11 +57,19 @@ def _operand(x: Any, where: str, template: bool = False) -> Any:
         raise TypeError(f"{where} is sent, so it must be an array or a scalar, got {x!r}")
     elif isinstance(x, (type(MPI.IN_PLACE), type(MPI.BOTTOM))):
         raise TypeError(f"{where}: {x!r} is for buffers; here results are returned, so pass the operand itself")
+    elif isinstance(x, (list, tuple)) and any(isinstance(part, (MPI.Datatype, np.ndarray, jax.Array)) for part in x):
+        raise TypeError(
+            f"{where} must be an array, got a {type(x).__name__}: pass the array, whose dtype and size tell the rest"
+        )
     elif not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
+        except OverflowError as error:
+            raise ValueError(f"{where}: {error}; enable 64 bits (jax_enable_x64) or pass an array") from None
         except (TypeError, ValueError) as error:
             raise TypeError(f"{where} must be an array or a scalar, got {type(x).__name__}: {error}") from None
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise TypeError(f"{where}: dtype {x.dtype} is not supported; pass jax.random.key_data(key) for a PRNG key")
     dtypes.check(eager.canonical(x), where)
     return x
 
@@ -110,7 +121,11 @@ def _tag(value: Any, where: str, wildcard: bool = False) -> Any:
 
 def _op(recvbuf: Any, op: Any, x: Any, where: str) -> reductions.Reduction:
     """The reduction, which may stand in the receive buffer's place."""
-    chosen = reductions.reduction(recvbuf if isinstance(recvbuf, MPI.Op) else op, where)
+    if isinstance(recvbuf, MPI.Op):
+        if op not in (MPI.SUM, recvbuf):
+            raise TypeError(f"{where}: two operations were given, one in recvbuf's place and one as op; leave one out")
+        op = recvbuf
+    chosen = reductions.reduction(op, where)
     reductions.check(chosen, eager.canonical(x), where)
     return chosen
 
@@ -137,6 +152,8 @@ class _Communicator:
     size: int
 
     def __new__(cls, comm: MPI.Comm | None = None) -> Any:
+        if comm is not None and not isinstance(comm, MPI.Comm):
+            raise TypeError(f"{cls.__name__}: comm must be an mpi4py communicator such as MPI.COMM_WORLD, got {comm!r}")
         if comm is None or comm == MPI.COMM_NULL:
             return super().__new__(cls, comm)  # type: ignore[call-arg]
         flush()
@@ -200,6 +217,13 @@ class _Communicator:
             self.slot  # noqa: B018  fills _facts
         (rank, size), name = self.__dict__["_facts"], self.__dict__["_name"]
         return f"{type(self).__name__}({name or 'unnamed'}, rank {rank} of {size}{freed})"
+
+    def __copy__(self) -> Any:
+        """A communicator is a place to meet, not data: what contains one may be copied, and meets there too."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
 
     def __enter__(self) -> Any:
         return self
@@ -675,10 +699,13 @@ def _adopt(made: Any) -> Any:
     return comm
 
 
-def _inherit(cls: type, name: str, adopt: bool) -> None:
-    """Let a method of mpi4py's wait for pending operations first, and return the wrapper type."""
+def _inherit(cls: type, name: str, adopt: bool, instead: bool = False) -> None:
+    """Let a method of mpi4py's wait for pending operations first, and return the wrapper type.
+
+    `instead` replaces one of ours.
+    """
     theirs = getattr(cls.__mro__[2], name, None)
-    if theirs is None or name in _Communicator.__dict__:
+    if theirs is None or (name in _Communicator.__dict__ and not instead):
         return
 
     @functools.wraps(theirs)
@@ -712,6 +739,14 @@ _ON_HOST = """
     Ialltoallw Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather
     Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw
 """
+
+_ON_ARRAYS = """
+    Send Ssend Recv Sendrecv Sendrecv_replace Barrier Bcast Gather Scatter Allgather Alltoall Reduce Allreduce
+    Reduce_scatter_block
+"""
+
+for _name in _ON_ARRAYS.split():
+    _inherit(JaxIntercomm, _name, adopt=False, instead=True)
 
 for _, _cls in _KINDS:
     for _name in _MAKERS.split():

@@ -38,10 +38,12 @@ const Mpi<H>& mpi() {
 
 using Clock = std::chrono::steady_clock;
 
+// One write a line, so that the lines of several ranks do not run into each other.
 void log(const std::string& what, const char* how, double microseconds) {
-  std::fprintf(stderr, "jaxcomm: %s: %s", what.c_str(), how);
-  if (microseconds >= 0) std::fprintf(stderr, " in %.1f us", microseconds);
-  std::fputc('\n', stderr);
+  char time[32] = "";
+  if (microseconds >= 0) std::snprintf(time, sizeof time, " in %.1f us", microseconds);
+  const std::string line = "jaxcomm: " + what + ": " + how + time + "\n";
+  std::fwrite(line.data(), 1, line.size(), stderr);
   std::fflush(stderr);
 }
 

@@ -61,12 +61,17 @@ $(1)/$(2): .envs/$(2)/ok $(if $(filter jobs,$(1)),.envs/$(2)/examples)
 	@.envs/$(2)/bin/pytest tests/$(1) $$(ARGS) || [ $$$$? = 5 -a -n '$$(ARGS)' ]
 endef
 
+# Derivatives and vmap take the most time and are the same Python and XLA under every MPI and number of ranks from 3 on:
+# `make test` runs them on 2 and 3 ranks under MPICH and on 1 and 3 under Open MPI, the matrix on 3; RANKS= always does.
+CALCULUS := $(foreach env,$(ENVS) $(MATRIX),$(env)/3) $(TAG)-jaxnewest-mpich/2 $(TAG)-jaxnewest-openmpi/1
+calculus = $(if $(RANKS)$(filter $(1)/$(2),$(CALCULUS)),,-m 'not calculus')
+
 # world(environment, ranks)
 define world
 .PHONY: world/$(1)/$(2)
 world/$(1)/$(2): .envs/$(1)/ok
 	@echo "== world tests, $(2) ranks, $(1)"
-	@.envs/$(1)/bin/python tests/launch.py -n $(2) --timeout $(TIMEOUT) -- tests/world $$(ARGS)
+	@.envs/$(1)/bin/python tests/launch.py -n $(2) --timeout $(TIMEOUT) -- tests/world $(call calculus,$(1),$(2)) $$(ARGS)
 endef
 
 define suites

@@ -275,12 +275,14 @@ class _Communicator:
             return eager.run(row, self, operands, dict(row.params) | params)
         return bind(row, self, [own_array(x) for x in operands], links, **params)
 
-    def _result(self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, **params: Any) -> Any:
+    def _result(
+        self, name: str, *operands: Any, token: Token | None, otherwise: Any = None, where: str = "", **params: Any
+    ) -> Any:
         """Call, and give what the method returns: the result, with a token if one was given.
 
         `otherwise` is what a rank returns that gets nothing.
         """
-        links = () if token is None else (_token(token, name).array,)
+        links = () if token is None else (_token(token, where or name.capitalize()).array,)
         y, *_ = self._call(name, *operands, links=links, **params)
         returns = TABLE[name].returns(self, params)
         result = y if returns else otherwise
@@ -319,7 +321,7 @@ class _Communicator:
         x = _operand(buf, f"{where}: buf")
         peer = _rank(dest, self.size, f"{where}: dest")
         return self._result(
-            "send", x, token=token, dest=peer, sendtag=_tag(tag, f"{where}: tag"), synchronous=synchronous
+            "send", x, token=token, where=where, dest=peer, sendtag=_tag(tag, f"{where}: tag"), synchronous=synchronous
         )
 
     @_row("recv")
@@ -420,6 +422,7 @@ class _Communicator:
             x,
             template,
             token=token,
+            where=where,
             dest=_rank(dest, self.size, f"{where}: dest"),
             sendtag=_tag(sendtag, f"{where}: sendtag"),
             source=_rank(source, self.size, f"{where}: source", wildcard=True),
@@ -625,7 +628,7 @@ class _Communicator:
         x = _operand(sendbuf, f"{where}: sendbuf")
         op_ = _op(recvbuf, op, x, where)
         _alike(x, recvbuf, x.shape, where)
-        params = {"op": op_} | ({"reverse": False} if name.endswith("scan") else {})
+        params: dict[str, Any] = {"op": op_} | ({"reverse": False} if name.endswith("scan") else {})
         nothing = None
         if not TABLE[name].returns(self, params):
             dtype = eager.canonical(x)

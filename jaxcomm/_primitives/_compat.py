@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -58,6 +59,7 @@ __all__ = [
     "device_array",
     "devices_of",
     "dont_hoist",
+    "forget_failures",
     "instantiate_zeros",
     "is_undefined_primal",
     "keep_under_checkpoint",
@@ -67,7 +69,6 @@ __all__ = [
     "primitive_jvps",
     "primitive_transposes",
     "register_lowering",
-    "report_failures_once",
     "tracing",
 ]
 
@@ -265,10 +266,11 @@ def pending(effect: Effect) -> Any:
     return runtime_tokens.current_tokens.get(effect)
 
 
-def report_failures_once(effect: Effect) -> None:
-    """Make a program that failed after its dispatch fail the next program with the effect, and not all later ones.
+def forget_failures(effect: Effect) -> None:
+    """Let the program after a failed one work, with a warning.
 
-    JAX keeps the failed program's token as the input of the next, whose results then fail in turn, for ever.
+    JAX keeps the failed program's token as the input of the next, whose results then fail in turn, for ever, though the
+    user has seen the error and dealt with it.
     """
     token_input = type(runtime_tokens).get_token_input
 
@@ -279,9 +281,9 @@ def report_failures_once(effect: Effect) -> None:
                 token.block_until_ready()
             except Exception as error:
                 self.current_tokens.pop(eff, None)
-                raise type(error)(
-                    f"an earlier program of this thread failed after it was dispatched: {error}"
-                ) from None
+                warnings.warn(
+                    f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=2
+                )
         return token_input(self, eff, devices)
 
     type(runtime_tokens).get_token_input = get_token_input

@@ -28,6 +28,15 @@ def abort(why: str) -> None:
     harness.WORLD.Abort(1)
 
 
+CALCULUS = {"test_derivatives", "test_vmap", "test_one_sided", "test_replicated", "test_checkpoint"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in CALCULUS:
+            item.add_marker("calculus")
+
+
 def pytest_internalerror(excrepr: object) -> None:
     abort(str(excrepr))
 

@@ -81,7 +81,7 @@ def test_tags(argument):
 def test_traced_ranks_and_tags_are_integer_scalars():
     for what, call in (PEERS | {name: (call, "") for name, call in TAGGED.items()}).items():
         if "root" not in what:
-            for wrong in (jnp.float32(0), jnp.zeros(1, int), jnp.bool_(0)):
+            for wrong in (jnp.float32(0), jnp.zeros(1, int)):
                 with pytest.raises(TypeError, match=rf"{what} must be an integer scalar, got {wrong.dtype}\["):
                     jax.make_jaxpr(call[0] if isinstance(call, tuple) else call)(wrong)
 
@@ -113,7 +113,7 @@ def test_operands(method):
     call = ON_OPERAND[method]
     raises(TypeError, rf"{method}: \w+.* must be an array or a scalar, got None", lambda: call(None))
     raises(TypeError, rf"{method}: \w+.* must be an array or a scalar, got object", lambda: call(object()))
-    raises(TypeError, rf"{method}: \w+.* must be an array or a scalar, got list", lambda: call([X, MPI.DOUBLE]))
+    raises(TypeError, rf"{method}: \w+.* must be an array, got a list: pass the array", lambda: call([X, MPI.DOUBLE]))
     strings = np.full((SIZE, 1), "a")
     raises(TypeError, rf"{method}: \w+.*dtype <U1 is not supported; supported are bool, int8", lambda: call(strings))
 

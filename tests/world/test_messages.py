@@ -1,5 +1,6 @@
 """Point-to-point: who sent what, how much of it, and what happens when it does not fit."""
 
+import warnings
 from contextlib import contextmanager, suppress
 
 import harness
@@ -240,32 +241,53 @@ def test_truncation_in_pending_programs():
 slow_send_to = jax.jit(lambda x, dest: WORLD.Sendrecv(slow(x), dest, 0, x, MPI.PROC_NULL))
 
 
+def no_message():
+    """A program that communicates nothing, but has its place in the order."""
+    return send_to(values(RANK), MPI.PROC_NULL, 0, MPI.PROC_NULL).block_until_ready()
+
+
 def test_the_failure_of_a_pending_program_is_raised_by_its_result():
-    """And by the next call, which cannot know that it was seen; but no more."""
+    """What comes next cannot know that it was seen: it warns, and works."""
     for _ in range(3):
         with works_afterwards():
             y = slow_send_to(values(RANK), SIZE)
             with pytest.raises(jax.errors.JaxRuntimeError, match="dest must be"):
                 y.block_until_ready()
-            with suppress(jax.errors.JaxRuntimeError):
-                send_to(values(RANK), MPI.PROC_NULL, 0, MPI.PROC_NULL)
+            with pytest.warns(RuntimeWarning, match="earlier program failed .*dest must be"):
+                no_message()
+            with warnings.catch_warnings(action="error"):
+                no_message()
 
 
-FOLLOWING = {
-    "flush": flush,
-    "eager": lambda: WORLD.Sendrecv(1.0, MPI.PROC_NULL, source=MPI.PROC_NULL),
-    "jitted": lambda: send_to(values(RANK), MPI.PROC_NULL, 0, MPI.PROC_NULL).block_until_ready(),
-}
-
-
-@pytest.mark.parametrize("following", FOLLOWING)
+@pytest.mark.parametrize(
+    "following", [flush, lambda: WORLD.Sendrecv(1.0, MPI.PROC_NULL, source=MPI.PROC_NULL)], ids=["flush", "eager"]
+)
 def test_the_failure_of_a_program_that_nobody_waited_for(following):
-    """Raised once, by what comes next."""
+    """Raised once, by what waits for it next."""
     with works_afterwards():
         slow_send_to(values(RANK), SIZE)
         with pytest.raises(jax.errors.JaxRuntimeError, match="dest must be"):
-            FOLLOWING[following]()
-        FOLLOWING[following]()
+            following()
+        with warnings.catch_warnings(action="error"):
+            following()
+
+
+def test_the_failure_of_a_program_that_nobody_looked_at():
+    """The next program raises it if it is still under way then, or warns."""
+    reports = []
+    with works_afterwards():
+        slow_send_to(values(RANK), SIZE)
+        for _ in range(2):
+            with warnings.catch_warnings(record=True, action="always") as warned:
+                try:
+                    no_message()
+                except jax.errors.JaxRuntimeError as error:
+                    reports.append(str(error))
+            reports += [str(warning.message) for warning in warned]
+        with warnings.catch_warnings(action="error"):
+            no_message()
+    assert reports
+    assert all("dest must be" in report for report in reports)
 
 
 def test_errors_on_one_communicator_leave_the_others_alone():

@@ -77,9 +77,12 @@ def _operand(x: Any, where: str, template: bool = False) -> Any:
 def _traced(value: Any, where: str) -> Any:
     if value.shape != () or not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"{where} must be an integer scalar, got {value.dtype.name}{list(value.shape)}")
-    limits, wide = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
-    # What 32 bits cannot hold must stay out of range, and not become somebody else's rank.
-    return value.clip(max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
+    narrow, wide = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    if narrow.min <= wide.min and wide.max <= narrow.max:
+        return value.astype(jnp.int32)
+    # What 32 bits cannot hold must stay out of range, and not become somebody else's rank: this is no rank and no tag.
+    fits = (value >= max(narrow.min, wide.min)) & (value <= narrow.max)
+    return jnp.where(fits, value.astype(jnp.int32), narrow.min)
 
 
 def _static(value: Any, where: str) -> int:

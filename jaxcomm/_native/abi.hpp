@@ -30,6 +30,9 @@ struct Status {
   alignas(8) std::byte bytes[128];
 };
 
+// MPI_User_function: the last parameter points to a datatype handle of either kind.
+using Combiner = void(void* in, void* inout, int* count, void* datatype);
+
 struct Constants {
   void* in_place = nullptr;
   int any_source = 0, any_tag = 0, proc_null = 0, tag_ub = 0;

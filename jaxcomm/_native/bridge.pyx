@@ -75,6 +75,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     vector[Operation] operations()
     int operation_index_ "jaxcomm::operation_index"(string)
     Outcome run_operation(int, Frame&)
+    int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
 
 # The head of NumPy's array struct, whose layout its C API fixes: reading it costs nothing, while the buffer protocol
@@ -148,6 +149,11 @@ def add_reduction(uintptr_t handle_at, str name):
     cdef Reduction row
     row.handle_at, row.name = <const void*>handle_at, name.encode()
     return reductions.add(row)
+
+
+def add_own_reduction(str name, str dtype):
+    """Make an operation of reduce_ops.hpp and return the index by which compiled programs name it."""
+    return add_own_reduction_(name.encode(), dtype.encode())
 
 
 def add_status(uintptr_t address):

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <deque>
 #include <exception>
 
 #include "native.hpp"
@@ -147,6 +148,14 @@ void free_reversed(Communicator& communicator) {
   communicator.has_reversed = false;
 }
 
+template <class H>
+const void* make_operation(Combiner* combine) {
+  static std::deque<H> made;  // the table refers to the handles, so they stay where they are
+  H& handle = made.emplace_back();
+  if (mpi<H>().Op_create(combine, 1, &handle) != 0) throw Failure("MPI_Op_create failed");
+  return &handle;
+}
+
 }  // namespace
 
 std::vector<Operation> operations() {
@@ -178,6 +187,11 @@ std::string load_mpi(const std::string& library_path, bool pointers) {
 bool has_large_counts() { return handles_are_pointers ? pointer_mpi.has_large_counts() : int_mpi.has_large_counts(); }
 
 void set_debug(bool on) { debug = on; }
+
+std::int64_t add_own_reduction(const std::string& name, const std::string& dtype) {
+  Combiner* combine = combiner(name, dtype);
+  return reductions.add({handles_are_pointers ? make_operation<void*>(combine) : make_operation<int>(combine), name});
+}
 
 void free_communicator(std::int64_t index) {
   Communicator& communicator = communicators.at(index);

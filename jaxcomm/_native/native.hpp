@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "call.hpp"
+#include "reduce_ops.hpp"
 
 namespace jaxcomm {
 
@@ -27,6 +28,8 @@ std::vector<Operation> operations();  // one per row of ops.inc
 int operation_index(const std::string& name);
 // Runs one operation on buffers that the caller owns: the eager path. `frame.operation` is filled in.
 Outcome run_operation(int operation, Frame& frame);
+// Makes a commutative MPI operation of reduce_ops.hpp and returns its row of the table; throws Failure.
+std::int64_t add_own_reduction(const std::string& name, const std::string& dtype);
 void free_communicator(std::int64_t index);
 
 }  // namespace jaxcomm

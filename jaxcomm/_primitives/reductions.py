@@ -45,6 +45,14 @@ _KNOWN = {MPI._handleof(getattr(MPI, name)): _add(name, getattr(MPI, name)) for 
 BY_NAME = {known.name: known for known in _KNOWN.values()}
 SUM = BY_NAME["SUM"]
 
+# Those that the native layer does itself, because MPI libraries do them differently: see reduce_ops.hpp.
+_SMALL = ("int8", "uint8", "int16", "uint16")
+_OWN = {
+    (name, np.dtype(dtype)): Reduction(name, bridge.add_own_reduction(name, dtype), getattr(MPI, name))
+    for name in ("SUM", "PROD")
+    for dtype in _SMALL
+}
+
 # What each is defined for, by NumPy's kind of dtype. MPI 4.1, 6.9.2, and for bool as NumPy does: SUM is `or`.
 _KINDS = dict.fromkeys(_NAMES, "biu") | {"SUM": "biufc", "PROD": "biufc", "MAX": "biuf", "MIN": "biuf"}
 _ON_BOOL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PROD": "LAND", "MIN": "LAND", "BAND": "LAND", "BXOR": "LXOR"}
@@ -74,8 +82,10 @@ def check(op: Reduction, dtype: np.dtype[Any], where: str) -> None:
 
 
 def native(op: Reduction, dtype: np.dtype[Any]) -> Reduction:
-    """The operation that MPI is asked for: logical ones for bool, which MPI 4.1 defines arithmetic ones not for."""
-    return BY_NAME[_ON_BOOL.get(op.name, op.name)] if dtype.kind == "b" else op
+    """The operation that MPI is asked for: for bool a logical one, as MPI 4.1 has no arithmetic there; or one of our own."""
+    if dtype.kind == "b":
+        return BY_NAME[_ON_BOOL.get(op.name, op.name)]
+    return _OWN.get((op.name, dtype), op)
 
 
 def identity(op: Reduction, dtype: np.dtype[Any]) -> Any:

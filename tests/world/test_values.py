@@ -223,3 +223,14 @@ def test_results_of_eager_calls_go_into_jax_programs():
     for _ in range(50):
         total = mean(WORLD.Allreduce(total))
     np.testing.assert_allclose(total, sum(xs), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "uint16"])
+def test_small_integers_wrap_around(name):
+    """As in NumPy, under every MPI, at every length: Open MPI's own reductions saturate, in part of an array."""
+    limits, rng = np.iinfo(name), np.random.default_rng(WORLD.rank)
+    for length in (1, 67):
+        x = rng.integers(limits.min, limits.max, length, dtype=name, endpoint=True)
+        everywhere = np.stack(harness.WORLD.allgather(x))
+        for op, combine in ((MPI.SUM, np.add), (MPI.PROD, np.multiply)):
+            np.testing.assert_array_equal(WORLD.Allreduce(x, op), combine.reduce(everywhere, dtype=name))

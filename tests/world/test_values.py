@@ -1,14 +1,12 @@
 """Values: each case, eager and jitted, against NumPy."""
 
-from contextlib import nullcontext
-
 import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import CASES, DTYPES, MESSAGES, METHODS
-from counting import compilations
+from counting import Compilations
 from jax.experimental.layout import Format, Layout
 from mpi4py import MPI
 
@@ -32,18 +30,20 @@ def default_dtype(case):
 def check_eager_and_jitted(comm, which):
     """Twice, with other data; the second time, nothing is compiled."""
     jitted = jax.jit(lambda operands: run_all(comm, which, operands))
-    for attempt in range(2):
-        xs = [case.operands(comm, dtype=default_dtype(case), seed=attempt) for case in which]
-        mine = [x[comm.rank] for x in xs]
-        copies = [x.copy() for x in mine]
-        with compilations(1 - attempt):
-            results = jitted(mine)
-        check_all(comm, which, results, xs)
-        # JAX compiles some constants of its own at the first call.
-        with compilations(0) if attempt else nullcontext():
-            results = run_all(comm, which, mine)
-        check_all(comm, which, results, xs)
-        assert all(map(np.array_equal, mine, copies))
+    xs = [[case.operands(comm, dtype=default_dtype(case), seed=seed) for case in which] for seed in range(2)]
+    mine = [[x[comm.rank] for x in drawn] for drawn in xs]
+    copies = [[x.copy() for x in drawn] for drawn in mine]
+    results = []
+    for operands in mine:
+        with Compilations() as by_jit:
+            results.append(jitted(operands))
+        with Compilations() as by_eager_calls:
+            results.append(run_all(comm, which, operands))
+    for result, drawn in zip(results, [xs[0], xs[0], xs[1], xs[1]], strict=True):
+        check_all(comm, which, result, drawn)
+    assert (by_jit.count, by_eager_calls.count) == (0, 0)
+    for drawn, kept in zip(mine, copies, strict=True):
+        assert all(map(np.array_equal, drawn, kept))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -67,18 +67,21 @@ def test_dtypes(dtype):
     mine = [x[WORLD.rank] for x in xs]
     # MESSAGES slice their operands, which JAX would compile.
     operands = [x if case in MESSAGES else jnp.asarray(x) for case, x in zip(which, mine, strict=True)]
-    check_all(WORLD, which, run_all(WORLD, which, operands), xs)
+    eager = run_all(WORLD, which, operands)
     jittable = [i for i, case in enumerate(which) if case.method in ("Allreduce", "Sendrecv", "Gather")]
-    some, mine, xs = ([list_[i] for i in jittable] for list_ in (which, mine, xs))
-    check_all(WORLD, some, jax.jit(lambda operands: run_all(WORLD, some, operands))(mine), xs)
+    some, mine = ([list_[i] for i in jittable] for list_ in (which, mine))
+    jitted = jax.jit(lambda operands: run_all(WORLD, some, operands))(mine)
+    check_all(WORLD, which, eager, xs)
+    check_all(WORLD, some, jitted, [xs[i] for i in jittable])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1, 2, 3), (2, 0)], ids=str)
 def test_shapes(shape):
     xs = [case.operands(WORLD, shape, seed=2) for case in ONE_OF_EACH]
     mine = [x[WORLD.rank] for x in xs]
-    check_all(WORLD, ONE_OF_EACH, jax.jit(lambda operands: run_all(WORLD, ONE_OF_EACH, operands))(mine), xs)
-    check_all(WORLD, ONE_OF_EACH, run_all(WORLD, ONE_OF_EACH, mine), xs)
+    jitted = jax.jit(lambda operands: run_all(WORLD, ONE_OF_EACH, operands))(mine)
+    eager = run_all(WORLD, ONE_OF_EACH, mine)
+    check_all(WORLD, ONE_OF_EACH * 2, jitted + eager, xs * 2)
 
 
 def with_gaps(x):

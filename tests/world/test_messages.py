@@ -1,5 +1,6 @@
 """Point-to-point: who sent what, how much of it, and what happens when it does not fit."""
 
+import time
 import warnings
 from contextlib import contextmanager, suppress
 
@@ -120,6 +121,22 @@ def test_tags_choose(jit):
     first, second = jit(program)(values(RANK))
     np.testing.assert_array_equal(first, values(LEFT))
     np.testing.assert_array_equal(second, 2 * values(LEFT))
+
+
+@several_ranks
+@eager_and_jitted
+def test_ssend_waits_for_its_receive(jit):
+    if RANK == 0:
+        jit(lambda x: WORLD.Ssend(x, 1))(values(0))
+        flush()
+        harness.CONTROL.send("sent", 1)
+    if RANK == 1:
+        time.sleep(0.1)
+        early = harness.CONTROL.Iprobe(0)
+        y = WORLD.Recv(values(1), 0)
+        assert harness.CONTROL.recv(source=0) == "sent"
+        assert not early
+        np.testing.assert_array_equal(y, values(0))
 
 
 def test_numpy_integers_are_ranks_and_tags():

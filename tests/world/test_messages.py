@@ -131,8 +131,9 @@ def test_ssend_waits_for_its_receive(jit):
         flush()
         harness.CONTROL.send("sent", 1)
     if RANK == 1:
-        time.sleep(0.1)
-        early = harness.CONTROL.Iprobe(0)
+        limit, early = time.monotonic() + 0.1, False
+        while not early and time.monotonic() < limit:
+            early = harness.CONTROL.Iprobe(0)
         y = WORLD.Recv(values(1), 0)
         assert harness.CONTROL.recv(source=0) == "sent"
         assert not early

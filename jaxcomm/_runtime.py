@@ -20,7 +20,7 @@ except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where
 
 from jaxcomm._native import bridge
 
-__all__ = ["abort_on_exception", "setting"]
+__all__ = ["TAG_UB", "abort_on_exception", "setting"]
 
 
 def setting(name: str) -> bool:
@@ -43,7 +43,7 @@ def _load() -> None:
         any_source=MPI.ANY_SOURCE,
         any_tag=MPI.ANY_TAG,
         proc_null=MPI.PROC_NULL,
-        tag_ub=MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767,
+        tag_ub=TAG_UB,
         status_source_at=source_at,
         status_tag_at=tag_at,
     )
@@ -113,6 +113,7 @@ def abort_on_exception() -> None:
 
 
 _check_thread_level()
+TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 _load()
 bridge.set_debug(setting("JAXCOMM_DEBUG"))
 if setting("JAXCOMM_ABORT_ON_EXCEPTION"):

@@ -21,12 +21,12 @@ from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, dtypes, eager, reductions, statuses
 from jaxcomm._primitives.make import bind
 from jaxcomm._primitives.table import TABLE
+from jaxcomm._runtime import TAG_UB
 from jaxcomm.token import Token, flush, join, link, own_array
 
 __all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-TAG_UB = eager.TAG_UB
 
 
 def _row(name: str) -> Callable[[F], F]:
@@ -146,7 +146,7 @@ def _alike(x: Any, recvbuf: Any, shape: tuple[int, ...], where: str) -> None:
 
 
 class _Communicator:
-    """What the wrapper types share; mixed into mpi4py's classes."""
+    """What all wrapper types share; mixed into mpi4py's classes."""
 
     Get_rank: Callable[[], int]
     Get_size: Callable[[], int]
@@ -267,7 +267,9 @@ class _Communicator:
         bridge.rename_communicator(self.slot, name)
         self.__dict__["_name"] = name
 
-    # Calling
+
+class _Operations(_Communicator):
+    """The operations on arrays: what the wrappers of intracommunicators share."""
 
     def _call(self, name: str, *operands: Any, links: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Run or stage a row of the table. Returns what make.bind returns."""
@@ -654,7 +656,7 @@ def _token(token: Any, where: str) -> Token:
     return token
 
 
-class JaxComm(_Communicator, MPI.Intracomm):
+class JaxComm(_Operations, MPI.Intracomm):
     """MPI inside JAX programs: mpi4py's communicator, whose operations work on JAX arrays and inside jax.jit.
 
     `JaxComm(comm)` duplicates an mpi4py communicator, so that its messages never match those of the original. That is
@@ -665,15 +667,15 @@ class JaxComm(_Communicator, MPI.Intracomm):
     """
 
 
-class JaxCartcomm(_Communicator, MPI.Cartcomm):
+class JaxCartcomm(_Operations, MPI.Cartcomm):
     """A JaxComm with a Cartesian topology: what JaxComm.Create_cart returns."""
 
 
-class JaxGraphcomm(_Communicator, MPI.Graphcomm):
+class JaxGraphcomm(_Operations, MPI.Graphcomm):
     """A JaxComm with a graph topology: what JaxComm.Create_graph returns."""
 
 
-class JaxDistgraphcomm(_Communicator, MPI.Distgraphcomm):
+class JaxDistgraphcomm(_Operations, MPI.Distgraphcomm):
     """A JaxComm with a distributed graph topology: what JaxComm.Create_dist_graph returns."""
 
 
@@ -697,21 +699,17 @@ def _adopt(made: Any) -> Any:
         return (_adopt(made[0]), made[1])
     if not isinstance(made, MPI.Comm) or made == MPI.COMM_NULL:
         return made
-    ours = next(ours for theirs, ours in _KINDS if isinstance(made, theirs))
-    base = next(theirs for theirs, _ in _KINDS if isinstance(made, theirs))
+    base, ours = next(kind for kind in _KINDS if isinstance(made, kind[0]))
     comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
     # A duplicate of the mpi4py object and not ours: Dup would come back here.
     comm._register(shadow=base.Dup(made) if made.Is_intra() else None)
     return comm
 
 
-def _inherit(cls: type, name: str, adopt: bool, instead: bool = False) -> None:
-    """Let a method of mpi4py's wait for pending operations first, and return the wrapper type.
-
-    `instead` replaces one of ours.
-    """
-    theirs = getattr(cls.__mro__[2], name, None)
-    if theirs is None or (name in _Communicator.__dict__ and not instead):
+def _inherit(cls: type, base: type, name: str, adopt: bool) -> None:
+    """Let a method of mpi4py's wait for pending operations first, and return the wrapper type, where we have none."""
+    theirs = getattr(base, name, None)
+    if theirs is None or getattr(cls, name) is not theirs:
         return
 
     @functools.wraps(theirs)
@@ -728,7 +726,7 @@ def _inherit(cls: type, name: str, adopt: bool, instead: bool = False) -> None:
 
 def _host_only(name: str) -> str:
     ours = name.capitalize()
-    instead = f"use {ours}, which takes arrays" if ours in _Communicator.__dict__ else "call it outside"
+    instead = f"use {ours}, which takes arrays" if ours in _Operations.__dict__ else "call it outside"
     return f"{name} works on the host and cannot take a traced value; inside jit {instead}"
 
 
@@ -744,18 +742,12 @@ _ON_HOST = """
     Reduce_scatter Ibarrier Ibcast Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv Ialltoall Ialltoallv
     Ialltoallw Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan Neighbor_allgather
     Neighbor_allgatherv Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw
-"""
-
-_ON_ARRAYS = """
     Send Ssend Recv Sendrecv Sendrecv_replace Barrier Bcast Gather Scatter Allgather Alltoall Reduce Allreduce
     Reduce_scatter_block
 """
 
-for _name in _ON_ARRAYS.split():
-    _inherit(JaxIntercomm, _name, adopt=False, instead=True)
-
-for _, _cls in _KINDS:
+for _base, _cls in _KINDS:
     for _name in _MAKERS.split():
-        _inherit(_cls, _name, adopt=True)
+        _inherit(_cls, _base, _name, adopt=True)
     for _name in _ON_HOST.split():
-        _inherit(_cls, _name, adopt=False)
+        _inherit(_cls, _base, _name, adopt=False)

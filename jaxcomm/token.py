@@ -29,6 +29,7 @@ __all__ = [
     "join",
     "link",
     "link_cotangents",
+    "own_array",
 ]
 
 

@@ -20,12 +20,8 @@ from jaxcomm._primitives import _compat, attributes, dtypes, shapes, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["ANY_SOURCE", "ANY_TAG", "PROC_NULL", "TAG_UB", "canonical", "run"]
+__all__ = ["canonical", "run"]
 
-ANY_SOURCE = MPI.ANY_SOURCE
-ANY_TAG = MPI.ANY_TAG
-PROC_NULL = MPI.PROC_NULL
-TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 # XLA's CPU client takes an array without copying it if it is aligned so; below some size a copy is cheaper than aligning.
 _ALIGNMENT = 64
 _SMALL = 1 << 14

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from mpi4py import MPI
 
 from jaxcomm._primitives import _compat, eager, lowering, reductions, shapes
 from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params
@@ -199,7 +200,7 @@ def _transpose(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, **params: 
 
 def _check_origin(row: Op, full: Params) -> None:
     """Refuse to transpose a receive whose sender and tag only a run would tell; a tangent knows them."""
-    wildcards = {"source": ("ANY_SOURCE", eager.ANY_SOURCE), "recvtag": ("ANY_TAG", eager.ANY_TAG)}
+    wildcards = {"source": ("ANY_SOURCE", MPI.ANY_SOURCE), "recvtag": ("ANY_TAG", MPI.ANY_TAG)}
     for name, (says, value) in wildcards.items() if row.envelope else ():
         if not _is_array(full[name]) and full[name] == value and not _from_nobody(full):
             raise NotImplementedError(
@@ -209,7 +210,7 @@ def _check_origin(row: Op, full: Params) -> None:
 
 
 def _from_nobody(full: Params) -> bool:
-    return not _is_array(full["source"]) and bool(full["source"] == eager.PROC_NULL)
+    return not _is_array(full["source"]) and bool(full["source"] == MPI.PROC_NULL)
 
 
 # Where a receive got less than its template, the template stays, and so does its cotangent.

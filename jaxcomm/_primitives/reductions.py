@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from jaxcomm._native import bridge
 
-__all__ = ["SUM", "Reduction", "identity", "local", "reduction"]
+__all__ = ["COLLECT", "SUM", "Reduction", "check", "identity", "local", "native", "reduction"]
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,6 @@ _ON_BOOL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PROD": "LAND", "MIN": "LA
 
 def reduction(op: Any, where: str) -> Reduction:
     """Return the static parameter for an mpi4py operation."""
-    if isinstance(op, Reduction):
-        return op
     if not isinstance(op, MPI.Op):
         raise TypeError(f"{where}: op must be an MPI.Op such as MPI.SUM, got {op!r}")
     known = _KNOWN.get(MPI._handleof(op))
@@ -73,7 +71,7 @@ def reduction(op: Any, where: str) -> Reduction:
 
 def check(op: Reduction, dtype: np.dtype[Any], where: str) -> None:
     """Raise TypeError unless op is defined for the dtype, before any rank enters MPI."""
-    if dtype.kind not in _KINDS[op.name] or dtype.kind == "V":
+    if dtype.kind not in _KINDS[op.name]:
         defined = [name for name in _NAMES if dtype.kind in _KINDS[name]]
         raise TypeError(
             f"{where}: op={op.name} is not defined for dtype {dtype.name}; defined are {', '.join(defined) or 'none'}. "

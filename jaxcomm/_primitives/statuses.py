@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from jaxcomm._native import bridge
 
-__all__ = ["StatusRef", "index"]
+__all__ = ["StatusRef", "address", "index", "of"]
 
 
 class StatusRef:
@@ -49,8 +49,8 @@ def address(ref: StatusRef | None) -> int:
 
 def of(status: Any, where: str) -> StatusRef | None:
     """Return the static parameter for a user's status argument."""
-    if status is None or isinstance(status, StatusRef):
-        return status
+    if status is None:
+        return None
     if not isinstance(status, MPI.Status):
         raise TypeError(f"{where}: status must be an MPI.Status or None, got {status!r}")
     return StatusRef(status)

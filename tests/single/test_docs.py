@@ -11,7 +11,7 @@ from jaxcomm.communicator import JaxComm
 
 SECTIONS = ["Shapes", "Args", "Returns", "Raises", "Adjoint", "Source"]
 MANAGEMENT = {"Disconnect", "Free", "Set_name"}
-OURS = vars(JaxComm.__mro__[1])
+OURS = {name: value for ours in JaxComm.__mro__[1:3] for name, value in vars(ours).items()}
 OPERATIONS = [name for name in OURS if name[0].isupper() and name not in MANAGEMENT]
 
 

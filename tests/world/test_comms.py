@@ -51,8 +51,9 @@ def test_communicators_that_are_made(name):
     make, kind = MADE[name]
     comm = make()
     assert type(comm) is kind
-    assert isinstance(comm, kind.__mro__[2])
-    assert issubclass(kind.__mro__[2], MPI.Comm)
+    theirs = next(base for base in kind.__mro__ if base.__module__ == MPI.__name__)
+    assert isinstance(comm, theirs)
+    assert issubclass(theirs, MPI.Comm)
     assert comm not in (WORLD, MPI.COMM_WORLD)
     agree_on_sum(comm)
     comm.Free()

@@ -52,7 +52,8 @@ def _row(name: str) -> Callable[[F], F]:
 def _operand(x: Any, where: str, template: bool = False) -> Any:
     """Return x as something with shape and dtype that both paths take; a template may be a ShapeDtypeStruct."""
     if template and isinstance(x, jax.ShapeDtypeStruct):
-        x = jnp.zeros(x.shape, x.dtype)
+        # Concrete zeros would be compiled for each new shape; a constant of a trace must not be that large.
+        x = (jnp if _compat.tracing() else np).zeros(x.shape, x.dtype)
     elif x is None or isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(f"{where} is sent, so it must be an array or a scalar, got {x!r}")
     elif isinstance(x, (type(MPI.IN_PLACE), type(MPI.BOTTOM))):

@@ -71,7 +71,9 @@ class Call {
   const Mpi<H>& mpi;
 
   Call(const Mpi<H>& mpi, const Frame& frame)
-      : mpi(mpi), frame_(frame), at_(frame.attributes), comm_(communicators.at(at_.comm)) {
+      : mpi(mpi), frame_(frame), at_(frame.attributes), comm_(communicators.at(at_.comm)) {}
+
+  void check_alive() const {
     if (comm_.freed)
       throw Failure("the communicator " + comm_.name +
                     " was freed (Free or the end of a with block) and can carry no more messages; make a new one and "

@@ -56,22 +56,31 @@ std::string error_string(int code) {
   return std::string(text, static_cast<std::size_t>(length));
 }
 
+// Runs the MPI call; whatever goes wrong is told with operation, communicator, rank and peers.
 template <class Op, class H>
-Outcome run_with(Frame& frame) {
-  std::string what = Op::name;
+Outcome attempt(Call<H>& call) {
   try {
-    read_traced(frame);
-    Call<H> call(mpi<H>(), frame);
-    if (debug) log(what = call.describe(), "begins", -1);
+    call.check_alive();
+    const std::string what = debug ? call.describe() : "";
+    if (debug) log(what, "begins", -1);
     const auto start = Clock::now();
     const int code = Op::template run<H>(call);
     if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
     if (code == 0) return {};
     return {code, call.describe() + ": " + error_string<H>(code)};
   } catch (const Failure& failure) {
-    return {failure.code, what + ": " + failure.what()};
+    return {failure.code, call.describe() + ": " + failure.what()};
+  }
+}
+
+template <class Op, class H>
+Outcome run_with(Frame& frame) {
+  try {
+    read_traced(frame);
+    Call<H> call(mpi<H>(), frame);
+    return attempt<Op>(call);
   } catch (const std::exception& error) {
-    return {Failure::kNotFromMpi, what + ": " + error.what()};
+    return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
   }
 }
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import CASES
 from counting import messages
 from jax import lax
 
@@ -169,3 +170,13 @@ def test_an_unused_send_runs_once(way, function):
 @every(WAYS_OF_GRAD, [f for f in SENT if f is not while_loop])
 def test_an_unused_send_runs_once_under_grad(way, function):
     sends(WAYS_OF_GRAD[way](function), SENT_UNDER_GRAD[function])
+
+
+def test_xla_is_told_that_an_operation_has_a_side_effect():
+    """What it does with one that claims to be pure is up to its passes, and to their next version."""
+    which = [case for case in CASES if case.defined_for("float64")]
+    together = lambda operands: [c.call(WORLD, x) for c, x in zip(which, operands, strict=True)]  # noqa: E731
+    program = jax.jit(together).lower([case.operands(WORLD)[RANK] for case in which])
+    calls = [line for line in program.as_text().splitlines() if "@jaxcomm_" in line]
+    assert len(calls) >= len(which)
+    assert all("has_side_effect = true" in call for call in calls)

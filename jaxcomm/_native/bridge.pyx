@@ -40,6 +40,9 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     cdef cppclass Table[Row]:
         int64_t add(Row) except +
         Row& at(int64_t) except +
+    cdef cppclass Sites:
+        void add(int64_t, string) except +
+    Sites sites
     Table[Communicator] communicators
     Table[Reduction] reductions
     Table[Status*] statuses
@@ -159,6 +162,11 @@ def add_own_reduction(str name, str dtype):
 def add_status(uintptr_t address):
     """Return the index of an MPI_Status in memory that the caller keeps alive."""
     return statuses.add(<Status*>address)
+
+
+def add_site(int64_t number, str text):
+    """Say where the operations are written that carry this number."""
+    sites.add(number, text.encode())
 
 
 def large_counts():

@@ -214,7 +214,7 @@ class Call {
   Status scratch_;
 };
 
-// "Recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes) from rank 0, tag 7"
+// "recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes), from rank 0 tag 7, at ring.py:12 (step)"
 template <class H>
 std::string Call<H>::describe() const {
   const Buffer& data = payload();
@@ -229,6 +229,8 @@ std::string Call<H>::describe() const {
   if (at_.has_root) text += ", root " + std::to_string(at_.root);
   if (at_.has_dest) text += ", to " + rank_text(at_.dest) + " tag " + std::to_string(at_.sendtag);
   if (at_.has_source) text += ", from " + rank_text(at_.source) + " tag " + tag_text(at_.recvtag);
+  if (const std::string site = sites.at(at_.site); !site.empty()) text += ", at " + site;
+  if (at_.unlinked != 0) text += ", whose operands do not depend on what is differentiated";
   return text;
 }
 

@@ -9,6 +9,7 @@
 #include <deque>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 
 #include "abi.hpp"
 
@@ -59,6 +60,25 @@ class Table {
   std::deque<Row> rows_;
 };
 
+// Where programs were written, by the number that their operations carry.
+class Sites {
+ public:
+  void add(std::int64_t number, std::string text) {
+    const std::lock_guard lock(mutex_);
+    texts_[number] = std::move(text);
+  }
+  std::string at(std::int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto found = texts_.find(number);
+    return found == texts_.end() ? "" : found->second;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::int64_t, std::string> texts_;
+};
+
+inline Sites sites;
 inline Table<Communicator> communicators;
 inline Table<Reduction> reductions;
 inline Table<Status*> statuses;  // mpi4py's own objects, kept alive by the Python side

@@ -7,6 +7,7 @@ Public JAX has no way to define an effect, so these are needed as long as that i
 from __future__ import annotations
 
 import inspect
+import os
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend
 import numpy as np
-from jax._src import ad_checkpoint, core, dispatch, effects
+from jax._src import ad_checkpoint, core, dispatch, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops
@@ -34,7 +35,8 @@ for _name, _version in (("jax", jax.__version_info__), ("jaxlib", jaxlib_version
 Array = jax.Array
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
 Effect: TypeAlias = effects.Effect
-Primitive = jax.extend.core.Primitive
+Primitive: TypeAlias = jax.extend.core.Primitive
+exclude_from_call_sites = source_info_util.register_exclusion
 ShapedArray: TypeAlias = core.ShapedArray
 Tracer = core.Tracer
 Zero = ad.Zero
@@ -48,17 +50,20 @@ runtime_tokens = dispatch.runtime_tokens
 __all__ = [
     "Array",
     "Effect",
+    "OperationPrimitive",
     "Primitive",
     "ShapedArray",
     "Tracer",
     "Zero",
     "abstract_operand",
     "allow_everywhere",
+    "call_site",
     "constant",
     "custom_call",
     "device_array",
     "devices_of",
     "dont_hoist",
+    "exclude_from_call_sites",
     "forget_failures",
     "instantiate_zeros",
     "is_undefined_primal",
@@ -179,12 +184,49 @@ def _without_names(closed: Any) -> Any:
     return closed.replace(jaxpr=plain) if closed.jaxpr is not closed else plain
 
 
+# What a missing link looks like: see the first sharp bit of docs/differentiation.md.
+
+
+class OperationPrimitive(Primitive):  # type: ignore[misc]
+    """A primitive that is told, as its parameter `unlinked`, when a differentiation passes it by.
+
+    Then none of its operands depends on what is differentiated, and its derivative will not run on this rank.
+    """
+
+    def bind_with_trace(self, trace: Any, args: Any, *more: Any) -> Any:
+        *avals, params = more  # JAX 0.8 has no avals here
+        if hasattr(trace, "to_primal_tangent_pair") and any(_is_inexact(x) for x in args):
+            moving = [type(trace.to_primal_tangent_pair(x)[1]) is not Zero for x in args]
+            params = params | {"unlinked": not any(moving)}
+        return super().bind_with_trace(trace, args, *avals, params)
+
+
+def _is_inexact(x: Any) -> bool:
+    return bool(jax.numpy.issubdtype(core.typeof(x).dtype, np.inexact))
+
+
 # Lowering
+
+
+def call_site(context: Any) -> tuple[str, str] | None:
+    """Where the user's program calls the operation being lowered, in two forms, or None.
+
+    Returns: a name that stays when lines are added above the calling function, and "path:line (function)".
+    """
+    codes, offsets = context.traceback.raw_frames() if context.traceback else ((), ())
+    for code, offset in zip(codes, offsets, strict=True):
+        if source_info_util.is_user_filename(code.co_filename):
+            frame = source_info_util.raw_frame_to_frame(code, offset)
+            file, function, line = frame.file_name, frame.function_name, frame.start_line
+            name = f"{os.path.basename(file)}:{function}+{line - code.co_firstlineno}"
+            return name, f"{file}:{line} ({function})"
+    return None
 
 
 def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
     """Say how a primitive is lowered; `platform` None is every platform."""
-    mlir.register_lowering(primitive, rule, platform=platform)
+    # Not cacheable: equal operations at different places of the program would become one.
+    mlir.register_lowering(primitive, rule, platform=platform, cacheable=platform is None)
 
 
 def lower_as(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,20 @@ __all__ = ["lower"]
 
 for _name, _capsule in bridge.capsules().items():
     jax.ffi.register_ffi_target(f"jaxcomm_{_name}", _capsule, platform="cpu")
+
+
+_compat.exclude_from_call_sites(os.path.dirname(os.path.dirname(__file__)))
+
+
+def _origin(context: Any, params: Params) -> dict[str, int]:
+    """What error messages say of an operation: where it is called, and whether differentiation passed it by."""
+    out = {"unlinked": 1} if params["unlinked"] else {}
+    if site := _compat.call_site(context):
+        name, text = site
+        # A number that is the same in every process and run: it is part of the program, which may come from a cache.
+        out["site"] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+        bridge.add_site(out["site"], text)
+    return out
 
 
 def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], comm: Any, params: Params) -> list[Any]:
@@ -39,7 +55,7 @@ def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], c
         [*arrays, *scalars],
         avals,
         EFFECT,
-        attributes.attributes(op, comm, params, dtype),
+        attributes.attributes(op, comm, params, dtype) | _origin(context, params),
         aliases,
     )
     return results if returns else [_compat.constant(np.zeros(LINK.shape, LINK.dtype)), *results]

@@ -37,7 +37,7 @@ def bind(row: Op, comm: Any, operands: Sequence[Any], links: Sequence[Any] = (),
       params: values of the row's parameters, static or int32 scalars; those left out take the row's default.
     Returns: [y or a link], and the envelope if the row has one.
     """
-    full = dict(row.params) | params
+    full = {"unlinked": False} | dict(row.params) | params
     traced = [name for name in TRACEABLE if _is_array(full.get(name))]
     scalars = [full[name] for name in traced]
     return PRIMITIVES[row.name].bind(  # type: ignore[no-any-return]
@@ -255,7 +255,7 @@ _compat.register_lowering(rest_p, _compat.lower_as(_rest_impl))
 
 
 def _make(row: Op) -> Any:
-    primitive = _compat.Primitive(f"mpi_{row.name}")
+    primitive = _compat.OperationPrimitive(f"mpi_{row.name}")
     primitive.multiple_results = True
     rule: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda f: partial(f, row)  # noqa: E731
     primitive.def_effectful_abstract_eval(rule(_abstract))
@@ -270,7 +270,7 @@ def _make(row: Op) -> Any:
     return primitive
 
 
-def _run(row: Op, /, *args: Any, comm: Any, **params: Any) -> list[Any]:
+def _run(row: Op, /, *args: Any, comm: Any, unlinked: bool, **params: Any) -> list[Any]:
     arrays, scalars, _ = _split(row, args, params)
     if not row.target:
         return [own_array(x) for x in arrays]

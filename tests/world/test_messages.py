@@ -1,5 +1,6 @@
 """Point-to-point: who sent what, how much of it, and what happens when it does not fit."""
 
+import re
 import time
 import warnings
 from contextlib import contextmanager, suppress
@@ -165,7 +166,7 @@ def test_traced_ranks_and_tags():
     np.testing.assert_array_equal(program(x, np.int8(MPI.PROC_NULL), 0, jnp.int64(MPI.PROC_NULL), 9), x)
 
 
-HERE = rf"sendrecv on .*, rank {RANK} of {SIZE}, .* x float64 .*: "
+HERE = rf"sendrecv on .*, rank {RANK} of {SIZE}, .* x float64 .*, at \S*test_messages.py:\d+ \(<lambda>\): "
 WRONG = {
     "dest too large": (SIZE, 0, f"{HERE}dest must be a rank .*size .*PROC_NULL, got {{}}"),
     "dest negative": (-77, 0, f"{HERE}dest must be .*got {{}}"),
@@ -318,3 +319,21 @@ def test_errors_on_one_communicator_leave_the_others_alone():
     with pytest.raises(jax.errors.JaxRuntimeError, match="was freed"):
         f(2.0).block_until_ready()
     works()
+
+
+# Where an operation was written is told by its errors, and is no reason to compile again
+
+
+def test_call_sites():
+    """Two equal operations differ by their place; lines added elsewhere in the file make no difference."""
+
+    def lowered(source):
+        space = {"comm": WORLD}
+        exec(compile(source, "program.py", "exec"), space)
+        return jax.jit(space["f"]).lower(values(RANK)).as_text()
+
+    program = "def f(x):\n    y = comm.Scan(x)\n    return comm.Scan(y)\n"
+    sites = re.findall(r"site = (\d+) : i64", lowered(program))
+    assert len(set(sites)) == 2
+    assert lowered(program) == lowered("import jax\n\n" + program) == lowered(program)
+    assert lowered(program) != lowered(program.replace("    return", "\n    return"))

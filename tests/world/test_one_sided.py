@@ -74,6 +74,49 @@ def test_send_and_receive(program, own):
 
 
 @two_ranks
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda f, x: jax.value_and_grad(f)(x)[1],
+        lambda f, x: jax.vjp(f, x)[1](1.0)[0],
+        lambda f, x: jax.linear_transpose(jax.linearize(f, x)[1], x)(1.0)[0],
+        lambda f, x: jax.grad(jax.checkpoint(f))(x),
+    ],
+    ids=["value_and_grad", "vjp", "linearize", "checkpoint"],
+)
+def test_a_side_send_and_its_adjoint_run_once(gradient):
+    """CASES 15: no result of rank 0 depends on its Send, and the cotangent returns to it all the same."""
+    x = data(3)
+    expected = np.sin(2 * x) if RANK == 0 else np.zeros(3)
+    for wrap in (jax.jit, lambda f: f):
+        np.testing.assert_allclose(wrap(lambda x: gradient(by_token, x))(x), expected, rtol=1e-14)
+    found = operations(lambda x: gradient(by_token, x), x)
+    assert found == ({"send": 1, "recv": 1} if RANK < 2 else {})
+
+
+def test_an_operation_knows_that_differentiation_passes_it_by():
+    """What tells of a missing link: of the three, only the last depends on x."""
+
+    def f(x):
+        WORLD.Bcast(jnp.zeros(3))
+        WORLD.Allreduce(jnp.arange(3))  # integers have no derivative
+        return jnp.sum(WORLD.Allreduce(x))
+
+    def unlinked(jaxpr):
+        calls = [eqn for eqn in jaxpr.eqns if "unlinked" in eqn.params]
+        return [eqn.primitive.name for eqn in calls if eqn.params["unlinked"]]
+
+    assert unlinked(jax.make_jaxpr(f)(data(3)).jaxpr) == []
+    for derivative in (
+        jax.grad(f),
+        jax.value_and_grad(f),
+        lambda x: jax.jvp(f, (x,), (x,)),
+        jax.grad(jax.checkpoint(f)),
+    ):
+        assert unlinked(jax.make_jaxpr(derivative)(data(3)).jaxpr) == ["mpi_bcast"]
+
+
+@two_ranks
 def test_second_derivatives_of_send_and_receive():
     """hessian moves element j of all ranks' x at once, and takes the gradient's: the sum over ranks' second derivatives."""
     h = jax.jit(jax.hessian(by_template))(data(3))

@@ -2,6 +2,7 @@
 
 from jaxcomm._runtime import abort_on_exception  # isort: skip  (first: it loads the native layer on mpi4py's MPI)
 from jaxcomm.communicator import JaxCartcomm, JaxComm, JaxDistgraphcomm, JaxGraphcomm, JaxIntercomm
+from jaxcomm.jitted import jit
 from jaxcomm.replicated import shared_value_and_grad
 from jaxcomm.token import Token, create_token, flush
 
@@ -17,5 +18,6 @@ __all__ = [
     "abort_on_exception",
     "create_token",
     "flush",
+    "jit",
     "shared_value_and_grad",
 ]

@@ -67,7 +67,7 @@ COMPANION = CompanionEffect()
 _compat.allow_everywhere(_OrderedEffect, CompanionEffect)
 _compat.dont_hoist(_OrderedEffect)
 _compat.keep_under_checkpoint(_OrderedEffect)
-_compat.forget_failures(EFFECT)
+_compat.ease_token_input(EFFECT)
 
 LINK = _compat.ShapedArray((0,), np.dtype(np.float32))
 """The abstract value of a link: no data, but a path for differentiation."""

@@ -6,6 +6,7 @@ Public JAX has no way to define an effect, so these are needed as long as that i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import types
@@ -46,12 +47,14 @@ primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 runtime_tokens = dispatch.runtime_tokens
+RuntimeToken: TypeAlias = core.Token
 
 __all__ = [
     "Array",
     "Effect",
     "OperationPrimitive",
     "Primitive",
+    "RuntimeToken",
     "ShapedArray",
     "Tracer",
     "Zero",
@@ -63,8 +66,9 @@ __all__ = [
     "device_array",
     "devices_of",
     "dont_hoist",
+    "ease_token_input",
     "exclude_from_call_sites",
-    "forget_failures",
+    "inline",
     "instantiate_zeros",
     "is_undefined_primal",
     "keep_under_checkpoint",
@@ -74,6 +78,8 @@ __all__ = [
     "primitive_jvps",
     "primitive_transposes",
     "register_lowering",
+    "several_devices",
+    "take_token",
     "tracing",
 ]
 
@@ -266,7 +272,7 @@ def custom_call(
         result_layouts=[*(_row_major(t) for t in types_), ()],
     )
     *results, token = call.results
-    context.set_tokens_out(mlir.TokenSet({effect: token}))
+    context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
     return list(results)
 
 
@@ -279,6 +285,24 @@ else:
 
     def _ir_type(context: Any, aval: ShapedArray) -> Any:
         return mlir.aval_to_ir_type(context.module_context, aval)
+
+
+def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect) -> list[Any]:
+    """Emit a closed jaxpr in a rule whose first operand and result are not its own; its order by `effect` begins here."""
+    ordered = effects.ordered_effects.filter_in(jaxpr.effects)
+    fresh = mlir.TokenSet.create([e for e in ordered if e == effect])
+    given = {e: fresh.get(e) if e == effect else context.tokens_in.get(e) for e in ordered}
+    inner = context.replace(
+        avals_in=context.avals_in[1:],
+        avals_out=context.avals_out[1:],
+        tokens_in=mlir.TokenSet(given),
+        tokens_out=None,
+    )
+    results = mlir.core_call_lowering(inner, *operands, name="mpi_program", call_jaxpr=jaxpr)
+    outer = [e for e in ordered if e != effect]
+    if outer:
+        context.set_tokens_out(context.tokens_in.update_tokens(inner.tokens_out.subset(outer)))
+    return list(results)
 
 
 def constant(value: np.ndarray) -> Any:
@@ -298,9 +322,13 @@ def abstract_operand(x: Any) -> ShapedArray:
     return x.aval if is_undefined_primal(x) else core.typeof(x)
 
 
-def device_array(x: np.ndarray, aval: ShapedArray, sharding: Any, device: Any) -> Array:
+def device_array(x: Any, aval: ShapedArray, sharding: Any, device: Any, committed: bool) -> Array:
     """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
-    return xla_client.batched_device_put(aval, sharding, [x], [device])  # type: ignore[no-any-return]
+    return xla_client.batched_device_put(aval, sharding, [x], [device], committed)  # type: ignore[no-any-return]
+
+
+# The runtime token: what JAX hands from one program with an ordered effect to the next. A program starts when its
+# arguments are there, so this empty array keeps the programs of a thread in order.
 
 
 def pending(effect: Effect) -> Any:
@@ -308,29 +336,63 @@ def pending(effect: Effect) -> Any:
     return runtime_tokens.current_tokens.get(effect)
 
 
-def forget_failures(effect: Effect) -> None:
-    """Let the program after a failed one work, with a warning.
+@functools.cache
+def _ready_token(device: Any) -> RuntimeToken:
+    """The token that there is when no program is under way; of no device in particular if device is None."""
+    if device is None:
+        return RuntimeToken(jax.numpy.zeros(0, bool))
+    return RuntimeToken(jax.device_put(np.zeros(0, bool), device))
 
-    JAX keeps the failed program's token as the input of the next, whose results then fail in turn, for ever, though the
-    user has seen the error and dealt with it.
+
+def _under_way(tokens: dict[Effect, Any], effect: Effect) -> Any:
+    """The token of a program that has not ended yet, or None. That one failed in the meantime is told by a warning."""
+    token = tokens.get(effect)
+    if token is None or not _is_ready(token):
+        return token
+    try:
+        token.block_until_ready()
+    except Exception as error:
+        tokens.pop(effect, None)
+        warnings.warn(f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=4)
+    return None
+
+
+def _is_ready(token: RuntimeToken) -> bool:
+    return bool(token._buf.is_ready())
+
+
+def take_token(tokens: dict[Effect, Any], effect: Effect) -> Array:
+    """Return the token that a program waits for, as an array that binds no other argument to its device."""
+    array = (_under_way(tokens, effect) or _ready_token(None))._buf
+    if array._committed:
+        aval, sharding, (device,) = array.aval, array.sharding, array.sharding.device_set
+        array = device_array(array, aval, sharding, device, committed=False)
+    return array  # type: ignore[no-any-return]
+
+
+def ease_token_input(effect: Effect) -> None:
+    """Give a program with the effect its token without the detour, and no token of one that failed.
+
+    JAX puts the token on the device again for each call, which takes 100 us or more. And it keeps a failed program's
+    token as the input of the next, whose results then fail in turn, for ever, though the user has seen the error and
+    dealt with it.
     """
     token_input = type(runtime_tokens).get_token_input
 
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
-        token = self.current_tokens.get(eff) if eff == effect else None
-        if token is not None and _is_ready(token):
-            try:
-                token.block_until_ready()
-            except Exception as error:
-                self.current_tokens.pop(eff, None)
-                warnings.warn(
-                    f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=2
-                )
-        return token_input(self, eff, devices)
+        if eff != effect:
+            return token_input(self, eff, devices)
+        token = _under_way(self.current_tokens, eff)
+        if len(devices) > 1:
+            return token_input(self, eff, devices)
+        if token is None:
+            return _ready_token(devices[0])
+        return token if token._buf.sharding.device_set == {devices[0]} else token_input(self, eff, devices)
 
     type(runtime_tokens).get_token_input = get_token_input
 
 
-def _is_ready(token: Any) -> bool:
-    array = getattr(token, "_buf", token)
-    return bool(array.is_ready()) if hasattr(array, "is_ready") else False
+@functools.cache
+def several_devices() -> bool:
+    """Whether this process has more than one CPU device."""
+    return bool(jax.local_device_count(backend="cpu") > 1)

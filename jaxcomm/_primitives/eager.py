@@ -52,8 +52,8 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
         plan.native.run(arrays, results, status)
     except bridge.NativeError as error:
         raise _exception(*error.args) from None
-    sharding, device = _place(operands)
-    out = [_compat.device_array(x, a, sharding, device) for x, a in zip(results, plan.results, strict=True)]
+    place = _place(operands)
+    out = [_compat.device_array(x, a, *place) for x, a in zip(results, plan.results, strict=True)]
     return out if plan.returns else [np.zeros(LINK.shape, LINK.dtype), *out]
 
 
@@ -101,18 +101,18 @@ def _empty(aval: _compat.ShapedArray) -> np.ndarray:
     return raw[start : start + size].view(aval.dtype).reshape(aval.shape)  # type: ignore[no-any-return]
 
 
-def _place(operands: Sequence[Any]) -> tuple[Any, Any]:
-    """Where the results of a call go: the device of an operand, else JAX's default."""
+def _place(operands: Sequence[Any]) -> tuple[Any, Any, bool]:
+    """Where the results of a call go: the device of an operand, else JAX's default; and whether they are bound to it."""
     for x in operands:
         if isinstance(x, jax.Array) and len(devices := x.sharding.device_set) == 1:
-            return x.sharding, next(iter(devices))
+            return x.sharding, next(iter(devices)), x.committed
     return _default_place(jax.config.jax_default_device)
 
 
 @functools.lru_cache
-def _default_place(default: Any) -> tuple[Any, Any]:
+def _default_place(default: Any) -> tuple[Any, Any, bool]:
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
-    return jax.sharding.SingleDeviceSharding(device), device
+    return jax.sharding.SingleDeviceSharding(device), device, False
 
 
 def _exception(code: int, message: str) -> Exception:

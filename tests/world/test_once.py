@@ -12,6 +12,8 @@ from cases import CASES
 from counting import messages
 from jax import lax
 
+import jaxcomm
+
 WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
 RIGHT, LEFT = (RANK + 1) % SIZE, (RANK - 1) % SIZE
@@ -131,6 +133,7 @@ SENT_UNDER_GRAD = SENT | {custom_jvp: lambda x, rank: [(6, x)], custom_vjp: lamb
 WAYS = {
     "jit": jax.jit,
     "eager": lambda f: f,
+    "jaxcomm.jit": jaxcomm.jit,
     "nested jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
     "checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
     "aot": lambda f: jax.jit(f).lower(START).compile(),
@@ -141,6 +144,8 @@ WAYS_OF_GRAD = {
     "grad(jit)": lambda f: jax.grad(jax.jit(f)),
     "value_and_grad": jax.value_and_grad,
     "linearize": lambda f: lambda x: jax.linearize(f, x)[1](1.0),
+    "jaxcomm.jit(grad)": lambda f: jaxcomm.jit(jax.grad(f)),
+    "grad(jaxcomm.jit)": lambda f: jax.grad(jaxcomm.jit(f)),
     "jit(linearize)": lambda f: jax.jit(lambda x: jax.linearize(f, x)[0]),
     "vjp": lambda f: lambda x: jax.vjp(f, x)[1](1.0),
     # What is recomputed is what the derivative needs: no message.

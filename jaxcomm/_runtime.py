@@ -91,12 +91,19 @@ def _leave() -> None:
         print(f"jaxcomm: an operation that was pending at exit failed: {error}", file=sys.stderr, flush=True)
 
 
+def _leave_before_finalize() -> None:
+    """Do the same when the program calls MPI.Finalize itself."""
+    # What MPI does first then is to delete the attributes of COMM_SELF: MPI 4.1, 11.2.4.
+    keyval = MPI.Comm.Create_keyval(delete_fn=lambda comm, keyval, value: _leave())
+    MPI.COMM_SELF.Set_attr(keyval, None)
+
+
 def abort_on_exception() -> None:
     """Make an uncaught exception on one rank end the whole job.
 
     Without it the other ranks wait for the one that failed, which itself waits in MPI_Finalize. Prints the traceback with
-    the rank, then calls MPI_Abort. The environment variable JAXCOMM_ABORT_ON_EXCEPTION=1 does the same at import;
-    `python -m mpi4py` is mpi4py's own way.
+    the rank, then calls MPI_Abort. The environment variable JAXCOMM_ABORT_ON_EXCEPTION=1 does the same at import.
+    sys.exit(1) is no uncaught exception for Python: `python -m mpi4py`, mpi4py's own way, ends the job then too.
     """
 
     def end_job(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
@@ -119,3 +126,4 @@ bridge.set_debug(setting("JAXCOMM_DEBUG"))
 if setting("JAXCOMM_ABORT_ON_EXCEPTION"):
     abort_on_exception()
 atexit.register(_leave)
+_leave_before_finalize()

@@ -55,7 +55,8 @@ def _operand(x: Any, where: str, template: bool = False) -> Any:
         # Concrete zeros would be compiled for each new shape; a constant of a trace must not be that large.
         x = (jnp if _compat.tracing() else np).zeros(x.shape, x.dtype)
     elif x is None or isinstance(x, jax.ShapeDtypeStruct):
-        raise TypeError(f"{where} is sent, so it must be an array or a scalar, got {x!r}")
+        kinds = "an array, a scalar or a ShapeDtypeStruct" if template else "an array or a scalar, because it is sent"
+        raise TypeError(f"{where} must be {kinds}, got {x!r}")
     elif isinstance(x, (type(MPI.IN_PLACE), type(MPI.BOTTOM))):
         raise TypeError(f"{where}: {x!r} is for buffers; here results are returned, so pass the operand itself")
     elif isinstance(x, (list, tuple)) and any(isinstance(part, (MPI.Datatype, np.ndarray, jax.Array)) for part in x):
@@ -715,8 +716,11 @@ def _inherit(cls: type, base: type, name: str, adopt: bool) -> None:
 
     @functools.wraps(theirs)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(a, _compat.Tracer) for a in jax.tree_util.tree_leaves((args, kwargs))):
-            raise TypeError(_host_only(name))
+        given = jax.tree_util.tree_leaves((args, kwargs))
+        if any(isinstance(a, _compat.Tracer) for a in given):
+            raise TypeError(_host_only(cls, name))
+        if name[0].isupper() and any(isinstance(a, jax.Array) for a in given):
+            raise TypeError(f"{cls.__name__}.{name} is mpi4py's own and takes NumPy arrays: pass np.asarray(x)")
         self._check_alive()
         flush()
         result = theirs(self, *args, **kwargs)
@@ -725,9 +729,11 @@ def _inherit(cls: type, base: type, name: str, adopt: bool) -> None:
     setattr(cls, name, method)
 
 
-def _host_only(name: str) -> str:
+def _host_only(cls: type, name: str) -> str:
     ours = name.capitalize()
     instead = f"use {ours}, which takes arrays" if ours in _Operations.__dict__ else "call it outside"
+    if not issubclass(cls, _Operations):
+        instead = "use a JaxComm: an intercommunicator has no operations on JAX arrays"
     return f"{name} works on the host and cannot take a traced value; inside jit {instead}"
 
 
@@ -746,6 +752,7 @@ _ON_HOST = """
     Send Ssend Recv Sendrecv Sendrecv_replace Barrier Bcast Gather Scatter Allgather Alltoall Reduce Allreduce
     Reduce_scatter_block
 """
+_ON_HOST += " ".join(name for name in dir(MPI.Comm) + dir(MPI.Intracomm) if name.endswith("_init"))
 
 for _base, _cls in _KINDS:
     for _name in _MAKERS.split():

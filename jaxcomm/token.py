@@ -67,6 +67,7 @@ COMPANION = CompanionEffect()
 _compat.allow_everywhere(_OrderedEffect, CompanionEffect)
 _compat.dont_hoist(_OrderedEffect)
 _compat.keep_under_checkpoint(_OrderedEffect)
+_compat.freeze_finished_elements(_OrderedEffect)
 _compat.ease_token_input(EFFECT)
 
 LINK = _compat.ShapedArray((0,), np.dtype(np.float32))

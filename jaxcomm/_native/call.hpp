@@ -177,14 +177,18 @@ class Call {
     const bool special = value == constants.proc_null || (any && value == constants.any_source);
     if (!special && (value < 0 || value >= comm_.size))
       throw Failure(std::string(what) + " must be a rank below the communicator's size " + std::to_string(comm_.size) +
-                    (any ? ", ANY_SOURCE or PROC_NULL" : " or PROC_NULL") + ", got " + std::to_string(value));
+                    (any ? ", ANY_SOURCE or PROC_NULL" : " or PROC_NULL") + ", got " + number_text(value));
     return static_cast<int>(value);
   }
   int tag(std::int64_t value, const char* what, bool any) const {
     if (!(any && value == constants.any_tag) && (value < 0 || value > constants.tag_ub))
       throw Failure(std::string(what) + " must lie between 0 and " + std::to_string(constants.tag_ub) +
-                    " (MPI.TAG_UB), got " + std::to_string(value));
+                    " (MPI.TAG_UB), got " + number_text(value));
     return static_cast<int>(value);
+  }
+  // The Python side puts the lowest 32-bit number in the place of one that 32 bits cannot hold.
+  static std::string number_text(std::int64_t value) {
+    return value == std::numeric_limits<std::int32_t>::min() ? "a number beyond 32 bits" : std::to_string(value);
   }
   static std::string rank_text(std::int64_t rank) {
     if (rank == constants.proc_null) return "PROC_NULL";
@@ -220,7 +224,7 @@ std::string Call<H>::describe() const {
   const Buffer& data = payload();
   std::string text = std::string(frame_.operation) + " on " + comm_.name + ", rank " + std::to_string(comm_.rank) +
                      " of " + std::to_string(comm_.size);
-  if (data.elements > 0) {
+  if (data.code != 0) {
     const Datatype& type = datatype();
     text += ", " + std::to_string(data.elements) + " x " + type.name + " (" +
             std::to_string(data.elements * type.bytes) + " bytes)";

@@ -68,6 +68,7 @@ __all__ = [
     "dont_hoist",
     "ease_token_input",
     "exclude_from_call_sites",
+    "freeze_finished_elements",
     "inline",
     "instantiate_zeros",
     "is_undefined_primal",
@@ -161,6 +162,37 @@ def keep_under_checkpoint(effect: type[Effect]) -> None:
 
     rule = pe.custom_partial_eval_rules[ad_checkpoint.remat_p]
     pe.custom_partial_eval_rules[ad_checkpoint.remat_p] = _with_partial_eval(rule, new_eqn_recipe=new_eqn_recipe)
+
+
+def freeze_finished_elements(effect: type[Effect]) -> None:
+    """Give vmap of a while_loop its meaning where the condition communicates: elements that are done keep their values.
+
+    With an ordered effect in the condition, JAX 0.8.1 to 0.12 goes on with all elements until the last one is done. The
+    condition is moved into the loop's body, and its result into the carry.
+    """
+    rule = batching.fancy_primitive_batchers[loops.while_p]
+
+    def batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+        cond, body = params["cond_jaxpr"], params["body_jaxpr"]
+        if not any(isinstance(e, effect) for e in cond.effects):
+            return rule(axis, args, dims, **params)
+        cut = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+        def loop(*args: Any) -> Any:
+            of_cond, of_body, init = args[: cut[0]], args[cut[0] : cut[1]], args[cut[1] :]
+
+            def with_condition(state: Sequence[Any]) -> Any:
+                return *core.jaxpr_as_fun(cond)(*of_cond, *state), *state
+
+            step = lambda carry: with_condition(core.jaxpr_as_fun(body)(*of_body, *carry[1:]))  # noqa: E731
+            return jax.lax.while_loop(lambda carry: carry[0], step, with_condition(init))[1:]
+
+        name = None if axis.name is core.no_axis_name else axis.name
+        mapped = jax.vmap(loop, tuple(dims), axis_size=axis.size, axis_name=name, spmd_axis_name=axis.spmd_name)
+        out = mapped(*args)
+        return out, (0,) * len(out)
+
+    batching.fancy_primitive_batchers[loops.while_p] = batch
 
 
 class _PartialEval:

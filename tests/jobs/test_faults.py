@@ -80,6 +80,22 @@ def test_10_a_program_may_end_right_after_dispatch():
     assert not any(word in rank.stderr for rank in done.ranks for word in ("Traceback", "jaxcomm"))
 
 
+def test_10_a_program_may_finalize_mpi_itself_right_after_dispatch():
+    done = run(
+        """
+        from cases import slow
+        from jaxcomm import JaxComm
+        comm = JaxComm(MPI.COMM_WORLD)
+        y = jax.jit(lambda x: comm.Allreduce(slow(x)))(1.0)
+        MPI.Finalize()
+        print(float(y))
+        """,
+        3,
+    )
+    assert done.returncode == 0
+    assert [rank.stdout for rank in done.ranks] == ["3.0\n"] * 3
+
+
 def test_10_a_failure_that_is_pending_at_the_end_is_reported():
     done = run(
         """
@@ -242,6 +258,7 @@ def test_debug_logs_each_operation():
         comm = JaxComm(MPI.COMM_WORLD)
         comm.Set_name("mine")
         comm.Sendrecv(np.float32([1, 2, 3]), 1 - comm.rank, 4, source=MPI.ANY_SOURCE, recvtag=4)
+        comm.Allreduce(np.zeros((0, 3)))
         program = jax.jit(lambda x: (comm.Allreduce(x, op=MPI.MAX), comm.Bcast(x, 1)))
         jax.block_until_ready(program(np.zeros((2, 4), np.int8)))
         """,
@@ -253,11 +270,12 @@ def test_debug_logs_each_operation():
         about = f"mine, rank {r} of 2, "
         expected = [
             f"sendrecv on {about}3 x float32 (12 bytes), to rank {1 - r} tag 4, from ANY_SOURCE tag 4",
-            f"allreduce on {about}8 x int8 (8 bytes), op MAX",
-            f"bcast on {about}8 x int8 (8 bytes), root 1",
+            f"allreduce on {about}0 x float32 (0 bytes), op SUM",
+            f"allreduce on {about}8 x int8 (8 bytes), op MAX, at <string>:11 (<lambda>)",
+            f"bcast on {about}8 x int8 (8 bytes), root 1, at <string>:11 (<lambda>)",
         ]
         lines = [line for line in rank.stderr.splitlines() if line.startswith("jaxcomm: ")]
-        assert len(lines) == 6
+        assert len(lines) == 8
         for what, begins, ends in zip(expected, lines[::2], lines[1::2], strict=True):
             assert begins == f"jaxcomm: {what}: begins"
             assert re.fullmatch(re.escape(f"jaxcomm: {what}: done in ") + r"\d+\.\d us", ends)

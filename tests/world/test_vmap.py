@@ -242,6 +242,30 @@ def test_while_loop_under_vmap():
         np.testing.assert_allclose(y[i], value, rtol=1e-14)
 
 
+@pytest.mark.parametrize("communicates", ["condition", "both"])
+def test_while_loop_whose_condition_communicates_under_vmap(communicates):
+    """As a loop over the elements: one that is done keeps its value, also in derivatives and with constants mapped."""
+
+    def f(x, most):
+        def step(s):
+            y = WORLD.Allreduce(s[1]) / SIZE if communicates == "both" else s[1]
+            return s[0] + 1, 2 * y
+
+        return lax.while_loop(lambda s: WORLD.Allreduce(s[1], op=MPI.MAX) < most, step, (0, x))
+
+    xs, most = np.array([1.0, 5.0, 300.0]), np.array([100.0, 50.0, 100.0])
+    for mapped, limits in ((jax.vmap(f), most), (jax.vmap(f, in_axes=(0, None)), most[0])):
+        for wrap in (jax.jit, lambda f: f):
+            steps, y = wrap(mapped)(xs, limits)
+            expected = [jax.jit(f)(x, limit) for x, limit in zip(xs, np.broadcast_to(limits, 3), strict=True)]
+            np.testing.assert_array_equal(steps, [n for n, _ in expected])
+            np.testing.assert_allclose(y, [y for _, y in expected], rtol=1e-15)
+    tangent = lambda x: jax.jvp(lambda x: f(x, 100.0)[1], (x,), (1.0,))[1]  # noqa: E731
+    np.testing.assert_allclose(jax.jit(jax.vmap(tangent))(xs), [128, 32, 1], rtol=1e-14)
+    twice = jax.jit(jax.vmap(jax.vmap(f, in_axes=(0, None)), in_axes=(None, 0)))(xs, most)
+    np.testing.assert_allclose(twice[1][1], [64, 80, 300], rtol=1e-14)
+
+
 def test_batched_condition_runs_both_branches():
     """JAX makes a select of it: every element goes through both branches, on every rank."""
     f = lambda p, x: lax.cond(p, WORLD.Allreduce, lambda x: WORLD.Scan(x) * 2, x)  # noqa: E731

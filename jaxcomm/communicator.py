@@ -41,7 +41,7 @@ def _row(name: str) -> Callable[[F], F]:
             f"{text}{gap}JaxRuntimeError: MPI reports an error (MPI.Exception when called on concrete arrays).\n"
             f"Adjoint: {adjoint}.   Batching: one call on the batch.\nSource:  {row.source}.\n"
         )
-        return method
+        return eager.with_shortcuts(method)  # type: ignore[return-value]
 
     return complete
 

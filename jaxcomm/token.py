@@ -9,13 +9,16 @@ Token, or the template of a receive. See docs/differentiation.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat
 
 __all__ = [
@@ -30,6 +33,7 @@ __all__ = [
     "link",
     "link_cotangents",
     "own_array",
+    "run_in_turn",
 ]
 
 
@@ -68,22 +72,74 @@ _compat.allow_everywhere(_OrderedEffect, CompanionEffect)
 _compat.dont_hoist(_OrderedEffect)
 _compat.keep_under_checkpoint(_OrderedEffect)
 _compat.freeze_finished_elements(_OrderedEffect)
-_compat.ease_token_input(EFFECT)
 
 LINK = _compat.ShapedArray((0,), np.dtype(np.float32))
 """The abstract value of a link: no data, but a path for differentiation."""
 
 
+class _Thread(threading.local):
+    """What this thread's last program of jaxcomm.jit returned to wait for; not where the bridge keeps it."""
+
+    last: Any = None
+
+
+_thread = _Thread()
+
+
+def run_in_turn(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call program(*args, **kwargs) -> (what to wait for, result) when this thread's last program has ended."""
+    try:
+        flush()
+    except Exception as error:
+        _tell(error)
+    if bridge.owns_count():
+        return bridge.run_program(program, args, kwargs)
+    bridge.give_up_count()
+    _thread.last, result = program(*args, **kwargs)
+    return result
+
+
+def _tell(error: Exception) -> None:
+    """That a program has failed is not the next one's fault: docs/adr/0005-failed-programs.md."""
+    warnings.warn(f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=5)
+
+
+def _last_program() -> Any:
+    """An array that is there when this thread's last program has ended; None if nothing is under way."""
+    token = _compat.runtime_tokens.current_tokens.get(EFFECT)
+    if token is not None:  # it waits for what went before
+        return token._buf
+    return bridge.last_program() if bridge.owns_count() else _thread.last
+
+
+def _under_way() -> Any:
+    """As _last_program, without those that are known to have ended."""
+    last = _last_program()
+    if last is None or not last.is_ready():
+        return last
+    try:
+        flush()
+    except Exception as error:
+        _tell(error)
+    return None
+
+
 def flush() -> None:
     """Wait until every operation that this thread has dispatched is done; raise what one of them raised."""
-    token = _compat.pending(EFFECT)
-    if token is None:
-        return
+    last = _last_program()
     try:
-        token.block_until_ready()
+        if last is not None:
+            last.block_until_ready()
     finally:
-        # A failed operation poisons its token; the next one starts a fresh chain.
+        # What has failed is over too: the next program starts a fresh chain.
+        _thread.last = None
+        if bridge.owns_count():
+            bridge.settle()
         _compat.runtime_tokens.current_tokens.pop(EFFECT, None)
+
+
+_compat.order_by(EFFECT, _under_way, flush)
+bridge.set_dispatch(_compat.trace_context, _compat.no_trace, _compat.runtime_tokens)
 
 
 # join(x, *links) is x, and depends on the links as far as differentiation can see.

@@ -2,8 +2,10 @@
 # distutils: language = c++
 """The only door between Python and the native layer: tables, capsules, eager calls."""
 
+from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_New
-from libc.stdint cimport int64_t, uint64_t, uintptr_t
+from cpython.pythread cimport PyThread_get_thread_ident
+from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
@@ -72,6 +74,11 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         const char* name
         void* ffi_handler
 
+    cdef cppclass AtomicCount "std::atomic<std::int64_t>":
+        int64_t load()
+        void store(int64_t)
+    AtomicCount ended_programs
+    void* end_handler()
     string load_mpi(string, cbool)
     cbool has_large_counts "jaxcomm::has_large_counts"()
     void set_debug_ "jaxcomm::set_debug"(cbool)
@@ -184,6 +191,11 @@ def capsules():
     return {op.name.decode(): PyCapsule_New(op.ffi_handler, NULL, NULL) for op in operations()}
 
 
+def end_capsule():
+    """Return the capsule of the handler that counts the programs of jaxcomm.jit that have ended."""
+    return PyCapsule_New(end_handler(), NULL, NULL)
+
+
 def operation_index(str name):
     """Return the number by which `call` knows an operation."""
     cdef int index = operation_index_(name.encode())
@@ -237,3 +249,231 @@ cdef class Plan:
             outcome = run_operation(self.operation, frame)
         if outcome.code != 0:
             raise NativeError(outcome.code, outcome.message.decode())
+
+
+# What is under way. One program of jaxcomm.jit at a time: the next one starts when the communication of the last one
+# has ended, which that one counts itself (end_handler). Asking JAX would cost more than a small program takes.
+#
+# The count is that of the thread that imports jaxcomm. As soon as another one runs programs, it means nothing.
+
+cdef unsigned long _owner = PyThread_get_thread_ident()
+cdef bint _counting = True
+cdef int64_t _begun = 0
+cdef object _last = None
+cdef object _trace_context = None, _no_trace = None, _tokens = None
+
+
+def set_dispatch(trace_context, no_trace, tokens):
+    """Say where JAX keeps its current trace, which one that is when nothing is traced, and its runtime tokens."""
+    global _trace_context, _no_trace, _tokens
+    _trace_context, _no_trace, _tokens = trace_context, no_trace, tokens
+
+
+def owns_count():
+    """Whether this thread is the one whose programs are counted."""
+    return _owner == PyThread_get_thread_ident()
+
+
+def give_up_count():
+    """Count no more: several threads run programs."""
+    global _counting
+    _counting = False
+
+
+def last_program():
+    """Return what the owner's last program returned to wait for, or None if it has ended."""
+    return None if _counting and ended_programs.load() == _begun else _last
+
+
+def settle():
+    """Note that no program of the owner is under way."""
+    global _last
+    _last = None
+    ended_programs.store(_begun)
+
+
+cdef inline bint _quiet():
+    """Whether nothing is traced or under way in this thread, as far as can be told without asking JAX."""
+    return (
+        _counting
+        and _owner == PyThread_get_thread_ident()
+        and ended_programs.load() == _begun
+        and _trace_context.trace is _no_trace
+        and not _tokens.current_tokens
+    )
+
+
+def dispatch(program, careful, tuple args, dict kwargs):
+    """Return the result of program(*args, **kwargs) if nothing is under way, else careful(args, kwargs)."""
+    return run_program(program, args, kwargs) if _quiet() else careful(args, kwargs)
+
+
+cpdef run_program(program, tuple args, dict kwargs):
+    """Call program(*args, **kwargs) -> (what to wait for, result) in the owner's thread and return the result."""
+    global _begun, _last
+    _begun += 1
+    try:
+        _last, result = program(*args, **kwargs)
+    except BaseException:
+        settle()
+        raise
+    return result
+
+
+# Calls on concrete arrays that were made before with the same kind of arguments: straight to MPI.
+
+MISSED = object()
+"""What Shortcuts.run returns if it did nothing."""
+
+cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None, _put = None, _empty = None
+cdef object _numpy_empty = None, _failed = None
+cdef int64_t _small = 0
+cdef list _device = []
+cdef object _sharding = None
+cdef int _most_shortcuts = 4096
+
+
+def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, numpy_empty, small, failed, device, sharding):
+    """Say what shortcuts need to know of JAX, NumPy and mpi4py.
+
+    Args:
+      array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
+      x64: has a `value` that is true when 64 bits are enabled.
+      put: (aval, sharding, [x], [device], committed) -> JAX array. empty: aval -> NumPy array.
+      numpy_empty: the same for (shape, dtype), where there are fewer bytes than `small`.
+      failed: (code, message) -> exception. device, sharding: where results go.
+    """
+    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _numpy_empty, _small, _failed, _device, _sharding
+    _array_type, _op_type, _numpy_type, _x64, _put, _empty = array_type, op_type, numpy_type, x64, put, empty
+    _numpy_empty, _small = numpy_empty, small
+    _failed, _device, _sharding = failed, [device], sharding
+
+
+cdef class Shortcut:
+    """A plan, and how its operands and its result follow from the arguments of a method."""
+
+    cdef Plan plan
+    cdef tuple operands
+    cdef object aval, shape, dtype, keep
+    cdef bint small
+    cdef int returns
+    cdef bint committed
+
+    def __init__(self, Plan plan, tuple operands, int returns, aval, bint committed, keep):
+        """Prepare.
+
+        Args:
+          plan: what to run.
+          operands: for each, which of the arrays among the arguments it is.
+          returns: -1: a new array, the first result; -2: None; else which of the arrays among the arguments.
+          aval: of the first result, or None if there is none. committed: whether it is bound to its device.
+          keep: what must live as long as this, since keys have its address.
+        """
+        self.plan, self.operands, self.returns, self.aval, self.committed = plan, operands, returns, aval, committed
+        self.keep = keep
+        if aval is not None:
+            self.shape, self.dtype = aval.shape, aval.dtype
+            self.small = plan.frame.results[0].elements * aval.dtype.itemsize < _small
+
+
+cdef class Shortcuts:
+    """Those of one method, by the kind of its arguments."""
+
+    cdef dict known
+
+    def __init__(self):
+        self.known = {}
+
+    def learn(self, comm, tuple args, dict kwargs, Shortcut shortcut):
+        """Remember how to do what was just done with these arguments."""
+        key = _key(comm, args, kwargs, [])
+        if key is not None:
+            if len(self.known) >= _most_shortcuts:
+                self.known.clear()
+            self.known[key] = shortcut
+
+    def run(self, comm, tuple args, dict kwargs):
+        """Do a call that is known and return what the method returns, or MISSED."""
+        cdef list arrays = []
+        cdef Shortcut known
+        if not _quiet():
+            return MISSED
+        key = _key(comm, args, kwargs, arrays)
+        if key is None:
+            return MISSED
+        known = self.known.get(key)
+        if known is None or communicators.at(key[0]).freed:
+            return MISSED
+        return _run_shortcut(known, arrays)
+
+
+cdef object _key(comm, tuple args, dict kwargs, list arrays):
+    """What decides how a call goes, hashable, or None; the arrays among its arguments are appended to `arrays`."""
+    slot = getattr(comm, "_slot", None)
+    if slot is None:
+        return None
+    cdef list key = [slot]
+    for value in args:
+        if not _add_to_key(key, value, arrays):
+            return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _add_to_key(key, value, arrays):
+            return None
+    return tuple(key)
+
+
+cdef bint _add_to_key(list key, value, list arrays) except -1:
+    kind = type(value)
+    key.append(kind)
+    if kind is _array_type:
+        aval = value.aval
+        key.append(aval.shape)
+        key.append(aval.dtype)
+        key.append(value._committed)
+        arrays.append(value)
+    elif kind is _numpy_type:
+        key.append(value.shape)
+        key.append(value.dtype)
+        key.append(_x64.value)
+        arrays.append(value)
+    elif kind is _op_type:
+        key.append(<uintptr_t><void*>value)
+    elif kind is int or kind is bool or value is None:
+        key.append(value)
+    else:
+        return False
+    return True
+
+
+cdef object _run_shortcut(Shortcut known, list arrays):
+    cdef Frame frame = known.plan.frame
+    cdef Py_buffer views[4]
+    cdef int32_t envelope[3]
+    cdef Outcome outcome
+    cdef int held = 0, i
+    result = None
+    try:
+        for i in range(frame.n_operands):
+            try:
+                PyObject_GetBuffer(arrays[known.operands[i]], &views[i], PyBUF_C_CONTIGUOUS)
+            except Exception:  # another layout, another device, deleted: the long way knows what to do or say
+                return MISSED
+            held += 1
+            frame.operands[i].data = views[i].buf
+        if known.aval is not None:
+            result = _numpy_empty(known.shape, known.dtype) if known.small else _empty(known.aval)
+            frame.results[0].data = (<JaxcommArrayHead*><void*>result).data
+            frame.results[1].data = envelope
+        else:
+            frame.results[0].data = envelope
+        with nogil:
+            outcome = run_operation(known.plan.operation, frame)
+    finally:
+        for i in range(held):
+            PyBuffer_Release(&views[i])
+    if outcome.code != 0:
+        raise _failed(outcome.code, outcome.message.decode())
+    if known.returns == -1:
+        return _put(known.aval, _sharding, [result], _device, known.committed)
+    return None if known.returns == -2 else arrays[known.returns]

@@ -119,10 +119,13 @@ Outcome read(const XLA_FFI_CallFrame& call, Frame& frame) {
   return {};
 }
 
-XLA_FFI_Error* answer_metadata(XLA_FFI_Metadata& metadata) {
+// XLA asks each handler once which version of the interface it was built with.
+bool answers_metadata(XLA_FFI_CallFrame& call) {
+  if (call.extension_start == nullptr || call.extension_start->type != XLA_FFI_Extension_Metadata) return false;
+  XLA_FFI_Metadata& metadata = *reinterpret_cast<XLA_FFI_Metadata_Extension*>(call.extension_start)->metadata;
   metadata.api_version = {XLA_FFI_Api_Version_STRUCT_SIZE, nullptr, XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR};
   metadata.traits = 0;
-  return nullptr;
+  return true;
 }
 
 XLA_FFI_Error* as_ffi_error(const XLA_FFI_Api& api, const Outcome& outcome) {
@@ -134,12 +137,17 @@ XLA_FFI_Error* as_ffi_error(const XLA_FFI_Api& api, const Outcome& outcome) {
 
 template <class Op>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* call) {
-  if (call->extension_start != nullptr && call->extension_start->type == XLA_FFI_Extension_Metadata)
-    return answer_metadata(*reinterpret_cast<XLA_FFI_Metadata_Extension*>(call->extension_start)->metadata);
+  if (answers_metadata(*call)) return nullptr;
   Frame frame;
   Outcome outcome = read(*call, frame);
   if (outcome.code == 0) outcome = run<Op>(frame);
   return as_ffi_error(*call->api, outcome);
+}
+
+XLA_FFI_Error* end_program(XLA_FFI_CallFrame* call) {
+  if (answers_metadata(*call)) return nullptr;
+  ended_programs.fetch_add(1, std::memory_order_release);
+  return nullptr;
 }
 
 using Runner = Outcome (*)(Frame&);
@@ -166,6 +174,8 @@ const void* make_operation(Combiner* combine) {
 }
 
 }  // namespace
+
+void* end_handler() { return reinterpret_cast<void*>(&end_program); }
 
 std::vector<Operation> operations() {
   return {

@@ -1,6 +1,7 @@
 // What the Cython bridge sees of the native layer: plain C++ types, no templates, no XLA.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -19,6 +20,10 @@ struct Operation {
   const char* name;
   void* ffi_handler;
 };
+
+// How many programs of jaxcomm.jit have come to the end of their communication.
+inline std::atomic<std::int64_t> ended_programs{0};
+void* end_handler();  // an XLA FFI handler: counts one
 
 // Loads the entry points from an MPI that is in the process already. Returns an error message, or "".
 std::string load_mpi(const std::string& library_path, bool handles_are_pointers);

@@ -10,14 +10,13 @@ import functools
 import inspect
 import os
 import types
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import jax.extend
 import numpy as np
-from jax._src import ad_checkpoint, core, dispatch, effects, source_info_util
+from jax._src import ad_checkpoint, array, config, core, dispatch, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops
@@ -34,6 +33,9 @@ for _name, _version in (("jax", jax.__version_info__), ("jaxlib", jaxlib_version
         )
 
 Array = jax.Array
+ArrayImpl = array.ArrayImpl
+batched_device_put = xla_client.batched_device_put
+enable_x64 = config.enable_x64
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
 Effect: TypeAlias = effects.Effect
 Primitive: TypeAlias = jax.extend.core.Primitive
@@ -47,26 +49,28 @@ primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 runtime_tokens = dispatch.runtime_tokens
+trace_context, no_trace = core.trace_ctx, core.eval_trace
 RuntimeToken: TypeAlias = core.Token
 
 __all__ = [
     "Array",
+    "ArrayImpl",
     "Effect",
     "OperationPrimitive",
     "Primitive",
-    "RuntimeToken",
     "ShapedArray",
     "Tracer",
     "Zero",
     "abstract_operand",
     "allow_everywhere",
+    "batched_device_put",
     "call_site",
     "constant",
     "custom_call",
     "device_array",
     "devices_of",
     "dont_hoist",
-    "ease_token_input",
+    "enable_x64",
     "exclude_from_call_sites",
     "freeze_finished_elements",
     "inline",
@@ -74,13 +78,15 @@ __all__ = [
     "is_undefined_primal",
     "keep_under_checkpoint",
     "lower_as",
-    "pending",
+    "no_trace",
+    "order_by",
     "primitive_batchers",
     "primitive_jvps",
     "primitive_transposes",
     "register_lowering",
-    "several_devices",
-    "take_token",
+    "run",
+    "runtime_tokens",
+    "trace_context",
     "tracing",
 ]
 
@@ -319,22 +325,31 @@ else:
         return mlir.aval_to_ir_type(context.module_context, aval)
 
 
-def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect) -> list[Any]:
-    """Emit a closed jaxpr in a rule whose first operand and result are not its own; its order by `effect` begins here."""
+def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, end: str) -> list[Any]:
+    """Emit a closed jaxpr in a rule whose first result is not its own.
+
+    Its order by `effect` begins here, and ends with a call of the target `end`.
+    """
     ordered = effects.ordered_effects.filter_in(jaxpr.effects)
     fresh = mlir.TokenSet.create([e for e in ordered if e == effect])
     given = {e: fresh.get(e) if e == effect else context.tokens_in.get(e) for e in ordered}
     inner = context.replace(
-        avals_in=context.avals_in[1:],
         avals_out=context.avals_out[1:],
         tokens_in=mlir.TokenSet(given),
         tokens_out=None,
     )
     results = mlir.core_call_lowering(inner, *operands, name="mpi_program", call_jaxpr=jaxpr)
+    last = inner.tokens_out if effect in given else mlir.TokenSet.create([effect])
+    custom_call(inner.replace(tokens_in=last, tokens_out=None), end, [], [], effect, {}, {})
     outer = [e for e in ordered if e != effect]
     if outer:
         context.set_tokens_out(context.tokens_in.update_tokens(inner.tokens_out.subset(outer)))
     return list(results)
+
+
+def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a closed jaxpr."""
+    return core.jaxpr_as_fun(jaxpr)(*args)  # type: ignore[no-any-return]
 
 
 def constant(value: np.ndarray) -> Any:
@@ -356,75 +371,49 @@ def abstract_operand(x: Any) -> ShapedArray:
 
 def device_array(x: Any, aval: ShapedArray, sharding: Any, device: Any, committed: bool) -> Array:
     """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
-    return xla_client.batched_device_put(aval, sharding, [x], [device], committed)  # type: ignore[no-any-return]
+    return batched_device_put(aval, sharding, [x], [device], committed)  # type: ignore[no-any-return]
 
 
 # The runtime token: what JAX hands from one program with an ordered effect to the next. A program starts when its
 # arguments are there, so this empty array keeps the programs of a thread in order.
 
 
-def pending(effect: Effect) -> Any:
-    """Return the runtime token of this thread's last program with the effect, or None."""
-    return runtime_tokens.current_tokens.get(effect)
-
-
 @functools.cache
 def _ready_token(device: Any) -> RuntimeToken:
-    """The token that there is when no program is under way; of no device in particular if device is None."""
-    if device is None:
-        return RuntimeToken(jax.numpy.zeros(0, bool))
+    """The token that there is when no program is under way."""
     return RuntimeToken(jax.device_put(np.zeros(0, bool), device))
 
 
-def _under_way(tokens: dict[Effect, Any], effect: Effect) -> Any:
-    """The token of a program that has not ended yet, or None. That one failed in the meantime is told by a warning."""
-    token = tokens.get(effect)
-    if token is None or not _is_ready(token):
-        return token
-    try:
-        token.block_until_ready()
-    except Exception as error:
-        tokens.pop(effect, None)
-        warnings.warn(f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=4)
-    return None
-
-
-def _is_ready(token: RuntimeToken) -> bool:
-    return bool(token._buf.is_ready())
-
-
-def take_token(tokens: dict[Effect, Any], effect: Effect) -> Array:
-    """Return the token that a program waits for, as an array that binds no other argument to its device."""
-    array = (_under_way(tokens, effect) or _ready_token(None))._buf
-    if array._committed:
-        aval, sharding, (device,) = array.aval, array.sharding, array.sharding.device_set
-        array = device_array(array, aval, sharding, device, committed=False)
-    return array  # type: ignore[no-any-return]
-
-
-def ease_token_input(effect: Effect) -> None:
-    """Give a program with the effect its token without the detour, and no token of one that failed.
+def order_by(effect: Effect, under_way: Callable[[], Array | None], flush: Callable[[], None]) -> None:
+    """Let JAX's runtime token and jaxcomm.jit keep one order, and make the token cheap.
 
     JAX puts the token on the device again for each call, which takes 100 us or more. And it keeps a failed program's
     token as the input of the next, whose results then fail in turn, for ever, though the user has seen the error and
     dealt with it.
+
+    Args:
+      effect: the ordered effect.
+      under_way: returns what this thread's last program returned to wait for, or None if it has ended.
+      flush: waits for this thread's programs.
     """
-    token_input = type(runtime_tokens).get_token_input
+    tokens = type(runtime_tokens)
+    token_input, block = tokens.get_token_input, tokens.block_until_ready
 
     def get_token_input(self: Any, eff: Any, devices: Any) -> Any:
-        if eff != effect:
+        if eff != effect or len(devices) > 1:
             return token_input(self, eff, devices)
-        token = _under_way(self.current_tokens, eff)
-        if len(devices) > 1:
-            return token_input(self, eff, devices)
-        if token is None:
+        array = under_way()
+        if array is None:
             return _ready_token(devices[0])
-        return token if token._buf.sharding.device_set == {devices[0]} else token_input(self, eff, devices)
+        if array.sharding.device_set == {devices[0]}:
+            return RuntimeToken(array)
+        self.current_tokens[eff] = RuntimeToken(array)
+        return token_input(self, eff, devices)
 
-    type(runtime_tokens).get_token_input = get_token_input
+    def block_until_ready(self: Any) -> None:
+        try:
+            flush()
+        finally:
+            block(self)
 
-
-@functools.cache
-def several_devices() -> bool:
-    """Whether this process has more than one CPU device."""
-    return bool(jax.local_device_count(backend="cpu") > 1)
+    tokens.get_token_input, tokens.block_until_ready = get_token_input, block_until_ready

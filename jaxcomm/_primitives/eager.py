@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -20,7 +21,7 @@ from jaxcomm._primitives import _compat, attributes, dtypes, shapes, statuses
 from jaxcomm._primitives.op import Op, Params
 from jaxcomm.token import LINK, flush
 
-__all__ = ["canonical", "run"]
+__all__ = ["canonical", "run", "with_shortcuts"]
 
 # XLA's CPU client takes an array without copying it if it is aligned so; below some size a copy is cheaper than aligning.
 _ALIGNMENT = 64
@@ -54,6 +55,8 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
         raise _exception(*error.args) from None
     place = _place(operands)
     out = [_compat.device_array(x, a, *place) for x, a in zip(results, plan.results, strict=True)]
+    if _record.calls is not None and not status:
+        _record.calls.append(_Made(plan, operands, out, place))
     return out if plan.returns else [np.zeros(LINK.shape, LINK.dtype), *out]
 
 
@@ -113,6 +116,94 @@ def _place(operands: Sequence[Any]) -> tuple[Any, Any, bool]:
 def _default_place(default: Any) -> tuple[Any, Any, bool]:
     device = default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
     return jax.sharding.SingleDeviceSharding(device), device, False
+
+
+# Shortcuts: what a method does with arguments of one kind is seen once, and then done without Python. bridge.pyx has them.
+
+
+class _Made(NamedTuple):
+    """A call that was made."""
+
+    plan: _Plan
+    operands: Sequence[Any]
+    out: list[Any]
+    place: tuple[Any, Any, bool]
+
+
+class _Record(threading.local):
+    """The calls that this thread has made while a method ran; None if nobody asks."""
+
+    calls: list[_Made] | None = None
+
+
+_record = _Record()
+
+
+def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Let calls of a communicator's method on concrete arrays, after the first of their kind, go straight to MPI."""
+    shortcuts = bridge.Shortcuts()
+
+    @functools.wraps(method)
+    def call(comm: Any, *args: Any, **kwargs: Any) -> Any:
+        result = shortcuts.run(comm, args, kwargs)
+        if result is not bridge.MISSED:
+            return result
+        calls: list[_Made] = []
+        outer, _record.calls = _record.calls, calls
+        try:
+            result = method(comm, *args, **kwargs)
+        finally:
+            _record.calls = outer
+        if len(calls) == 1 and (shortcut := _shortcut(calls[0], args, kwargs, result)):
+            shortcuts.learn(comm, args, kwargs, shortcut)
+        return result
+
+    return call
+
+
+def _shortcut(made: _Made, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bridge.Shortcut | None:
+    """How the call's operands and the method's result follow from the method's arguments, or None if not at a glance."""
+    if not _has_one_place():
+        return None
+    values = [*args, *kwargs.values()]
+    arrays = [v for v in values if isinstance(v, (jax.Array, np.ndarray))]
+    at = [i for x in made.operands if (i := _index(arrays, x)) is not None]
+    if len(at) < len(made.operands) or not all(
+        a.flags.c_contiguous and a.dtype == canonical(a) for a in arrays if isinstance(a, np.ndarray)
+    ):
+        return None
+    first = made.out[0] if made.plan.returns else None
+    returns = -2 if result is None else -1 if result is first else _index(arrays, result)
+    if returns is None or (returns >= 0 and not isinstance(result, jax.Array)):
+        return None
+    aval = made.plan.results[0] if made.plan.returns else None
+    return bridge.Shortcut(made.plan.native, tuple(at), returns, aval, made.place[2], values)
+
+
+def _index(arrays: list[Any], x: Any) -> int | None:
+    return next((i for i, a in enumerate(arrays) if a is x), None)
+
+
+@functools.cache
+def _has_one_place() -> bool:
+    """Whether all results go to one device; then the bridge is told of it."""
+    if jax.default_backend() != "cpu" or jax.local_device_count() > 1:
+        return False
+    sharding, device, _ = _default_place(None)
+    bridge.set_eager(
+        array_type=_compat.ArrayImpl,
+        op_type=MPI.Op,
+        numpy_type=np.ndarray,
+        x64=_compat.enable_x64,
+        put=_compat.batched_device_put,
+        empty=_empty,
+        numpy_empty=np.empty,
+        small=_SMALL,
+        failed=_exception,
+        device=device,
+        sharding=sharding,
+    )
+    return True
 
 
 def _exception(code: int, message: str) -> Exception:

@@ -181,8 +181,8 @@ def test_28_the_second_run_compiles_nothing(tmp_path):
     """Each rank has a cache of its own: in one, they would write the same entries at the same time."""
     code = f"""
         from jax import lax
-        from jaxcomm import JaxComm
-        comm = JaxComm(MPI.COMM_WORLD).Dup()
+        import jaxcomm
+        comm = jaxcomm.JaxComm(MPI.COMM_WORLD).Dup()
         jax.config.update("jax_compilation_cache_dir", f"{tmp_path}/{{comm.rank}}")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
@@ -195,6 +195,7 @@ def test_28_the_second_run_compiles_nothing(tmp_path):
             return lax.scan(body, x, None, length=3)[0].sum()
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.arange(3.0) + comm.rank)
+        value += jaxcomm.jit(loss)(jnp.arange(3.0) + comm.rank)
         print(events.count("cache_misses"), events.count("cache_hits"), float(value))
         """
     first, second = run(code, 2), run(code, 2)

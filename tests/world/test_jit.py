@@ -1,8 +1,6 @@
 """jaxcomm.jit: jax.jit's meaning, without its effect on the cost of a call."""
 
 import functools
-import os
-import tempfile
 import warnings
 from contextlib import suppress
 
@@ -186,26 +184,6 @@ def test_other_effects_stay(capfd):
             np.testing.assert_allclose(g(X), TOTAL, rtol=1e-14)
         jax.effects_barrier()
         assert capfd.readouterr().out.split() == ["first", "second"] * 2
-
-
-def test_the_persistent_cache_is_hit(monkeypatch):
-    """CASES 28: the same program in another process is the same key."""
-    program = lambda: jaxcomm.jit(lambda x: WORLD.Allreduce(WORLD.Scan(x)))  # noqa: E731
-    hits = []
-    jax.monitoring.register_event_listener(
-        lambda event, **_: hits.append(event) if event == "/jax/compilation_cache/cache_hits" else None
-    )
-    old = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", os.path.join(folder, "cache"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        try:
-            for _ in range(2):
-                y = program()(X)
-        finally:
-            jax.config.update("jax_compilation_cache_dir", old[0])
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
-    np.testing.assert_allclose(y, WORLD.Allreduce(WORLD.Scan(X)), rtol=1e-14)
 
 
 # Program order among all ways of calling

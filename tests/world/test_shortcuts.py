@@ -151,10 +151,14 @@ def test_errors_are_those_of_the_first_call():
     comm.Free()
     with pytest.raises(ValueError, match="was freed"):
         comm.Allreduce(x)
-    for _ in range(3):
-        with pytest.raises(MPI.Exception, match=r"(?i)sendrecv on .*truncate") as error:
-            WORLD.Sendrecv(np.zeros(4), RANK, 3, np.zeros(2), RANK, 3)
-        assert error.value.Get_error_class() == MPI.ERR_TRUNCATE
+    if SIZE > 1:  # Open MPI sees no error in a message to oneself
+        right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+        WORLD.Sendrecv(np.zeros(2), right, 3, np.zeros(2), left, 3)
+        long = np.zeros(4)
+        for _ in range(3):
+            with pytest.raises(MPI.Exception, match=r"(?i)sendrecv on .*truncate") as error:
+                WORLD.Sendrecv(long, right, 3, np.zeros(2), left, 3)
+            assert error.value.Get_error_class() == MPI.ERR_TRUNCATE
     gone = jnp.asarray(X)
     for _ in range(2):
         WORLD.Sendrecv(gone, RANK, source=RANK)

@@ -90,6 +90,9 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
 
 # The head of NumPy's array struct, whose layout its C API fixes: reading it costs nothing, while the buffer protocol
 # refuses bfloat16 and `ndarray.ctypes` takes a microsecond.
+cdef extern from "Python.h":
+    Py_ssize_t Py_REFCNT(object)
+
 cdef extern from *:
     """
     #include <Python.h>
@@ -326,26 +329,26 @@ MISSED = object()
 """What Shortcuts.run returns if it did nothing."""
 
 cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None, _put = None, _empty = None
-cdef object _numpy_empty = None, _failed = None
-cdef int64_t _small = 0
+cdef object _failed = None
+cdef int64_t _kept = 0
 cdef list _device = []
 cdef object _sharding = None
 cdef int _most_shortcuts = 4096
 
 
-def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, numpy_empty, small, failed, device, sharding):
+def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, kept, failed, device, sharding):
     """Say what shortcuts need to know of JAX, NumPy and mpi4py.
 
     Args:
       array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
       x64: has a `value` that is true when 64 bits are enabled.
-      put: (aval, sharding, [x], [device], committed) -> JAX array. empty: aval -> NumPy array.
-      numpy_empty: the same for (shape, dtype), where there are fewer bytes than `small`.
+      put: (aval, sharding, [x], [device], committed) -> JAX array. empty: aval -> NumPy array, aligned as
+        `put` needs it to be to use its memory. kept: how many bytes a shortcut may keep for further results.
       failed: (code, message) -> exception. device, sharding: where results go.
     """
-    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _numpy_empty, _small, _failed, _device, _sharding
+    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _kept, _failed, _device, _sharding
     _array_type, _op_type, _numpy_type, _x64, _put, _empty = array_type, op_type, numpy_type, x64, put, empty
-    _numpy_empty, _small = numpy_empty, small
+    _kept = kept
     _failed, _device, _sharding = failed, [device], sharding
 
 
@@ -354,8 +357,9 @@ cdef class Shortcut:
 
     cdef Plan plan
     cdef tuple operands
-    cdef object aval, shape, dtype, keep
-    cdef bint small
+    cdef object aval, keep
+    cdef list memory
+    cdef int next, most
     cdef int returns
     cdef bint committed
 
@@ -371,9 +375,10 @@ cdef class Shortcut:
         """
         self.plan, self.operands, self.returns, self.aval, self.committed = plan, operands, returns, aval, committed
         self.keep = keep
+        self.memory, self.next = [], 0
         if aval is not None:
-            self.shape, self.dtype = aval.shape, aval.dtype
-            self.small = plan.frame.results[0].elements * aval.dtype.itemsize < _small
+            size = plan.frame.results[0].elements * aval.dtype.itemsize
+            self.most = min(64, _kept // max(size, 1))
 
 
 cdef class Shortcuts:
@@ -446,6 +451,20 @@ cdef bint _add_to_key(list key, value, list arrays) except -1:
     return True
 
 
+cdef object _memory(Shortcut known):
+    """An array for a result: one that JAX has let go of, else a new one. JAX refers to it as long as its own array lives."""
+    cdef int i, n = len(known.memory)
+    for i in range(n):
+        known.next = known.next + 1 if known.next + 1 < n else 0
+        array = known.memory[known.next]
+        if Py_REFCNT(array) == 2:  # the list's and this variable's
+            return array
+    array = _empty(known.aval)
+    if n < known.most:
+        known.memory.append(array)
+    return array
+
+
 cdef object _run_shortcut(Shortcut known, list arrays):
     cdef Frame frame = known.plan.frame
     cdef Py_buffer views[4]
@@ -462,7 +481,7 @@ cdef object _run_shortcut(Shortcut known, list arrays):
             held += 1
             frame.operands[i].data = views[i].buf
         if known.aval is not None:
-            result = _numpy_empty(known.shape, known.dtype) if known.small else _empty(known.aval)
+            result = _memory(known)
             frame.results[0].data = (<JaxcommArrayHead*><void*>result).data
             frame.results[1].data = envelope
         else:

@@ -180,9 +180,9 @@ def freeze_finished_elements(effect: type[Effect]) -> None:
 
     def batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
         cond, body = params["cond_jaxpr"], params["body_jaxpr"]
-        if not any(isinstance(e, effect) for e in cond.effects):
-            return rule(axis, args, dims, **params)
         cut = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        if not any(isinstance(e, effect) for e in cond.effects) or not condition_is_mapped(axis, dims, cut, cond, body):
+            return rule(axis, args, dims, **params)
 
         def loop(*args: Any) -> Any:
             of_cond, of_body, init = args[: cut[0]], args[cut[0] : cut[1]], args[cut[1] :]
@@ -197,6 +197,18 @@ def freeze_finished_elements(effect: type[Effect]) -> None:
         mapped = jax.vmap(loop, tuple(dims), axis_size=axis.size, axis_name=name, spmd_axis_name=axis.spmd_name)
         out = mapped(*args)
         return out, (0,) * len(out)
+
+    def condition_is_mapped(axis: Any, dims: Any, cut: tuple[int, int], cond: Any, body: Any) -> bool:
+        """Whether elements differ in it; found as JAX does, by what the body makes of the carry until nothing changes."""
+        mapped = [d is not batching.not_mapped for d in dims]
+        of_cond, of_body, carry = mapped[: cut[0]], mapped[cut[0] : cut[1]], mapped[cut[1] :]
+        while True:
+            _, found = batching.batch_jaxpr(body, axis, [*of_body, *carry], instantiate=carry)
+            if list(found) == carry:
+                break
+            carry = [a or b for a, b in zip(carry, found, strict=True)]
+        _, (condition,) = batching.batch_jaxpr(cond, axis, [*of_cond, *carry], instantiate=False)
+        return bool(condition)
 
     batching.fancy_primitive_batchers[loops.while_p] = batch
 

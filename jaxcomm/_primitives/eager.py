@@ -96,9 +96,13 @@ def _buffers(arrays: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _empty(aval: _compat.ShapedArray) -> np.ndarray:
-    size = math.prod(aval.shape) * aval.dtype.itemsize
-    if size < _SMALL:
+    if math.prod(aval.shape) * aval.dtype.itemsize < _SMALL:
         return np.empty(aval.shape, aval.dtype)
+    return _aligned(aval)
+
+
+def _aligned(aval: _compat.ShapedArray) -> np.ndarray:
+    size = math.prod(aval.shape) * aval.dtype.itemsize
     raw = np.empty(size + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + size].view(aval.dtype).reshape(aval.shape)  # type: ignore[no-any-return]
@@ -196,9 +200,8 @@ def _has_one_place() -> bool:
         numpy_type=np.ndarray,
         x64=_compat.enable_x64,
         put=_compat.batched_device_put,
-        empty=_empty,
-        numpy_empty=np.empty,
-        small=_SMALL,
+        empty=_aligned,
+        kept=1 << 18,
         failed=_exception,
         device=device,
         sharding=sharding,

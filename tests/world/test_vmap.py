@@ -266,6 +266,19 @@ def test_while_loop_whose_condition_communicates_under_vmap(communicates):
     np.testing.assert_allclose(twice[1][1], [64, 80, 300], rtol=1e-14)
 
 
+def test_a_condition_that_communicates_and_is_the_same_for_all_elements():
+    """Then nothing of the loop is mapped that need not be: jacfwd, whose tangents alone are, and ranks computed so."""
+    h = lambda b: lax.while_loop(lambda s: WORLD.Allreduce(s @ s) > 1.0, lambda s: s * 0.5, b)  # noqa: E731
+    b = np.arange(1.0, 4.0)
+    np.testing.assert_array_equal(jax.jit(jax.jacfwd(h))(b), np.diag(h(b) / b))
+
+    def shift(v):
+        k = lax.while_loop(lambda k: WORLD.Allreduce(k) < SIZE, lambda k: k + 1, jnp.asarray(0))
+        return WORLD.Sendrecv(v, (RANK + k) % SIZE, 0, v, (RANK - k) % SIZE, 0)
+
+    np.testing.assert_array_equal(jax.jit(jax.vmap(shift))(np.arange(4.0) + RANK), np.arange(4.0) + (RANK - 1) % SIZE)
+
+
 def test_batched_condition_runs_both_branches():
     """JAX makes a select of it: every element goes through both branches, on every rank."""
     f = lambda p, x: lax.cond(p, WORLD.Allreduce, lambda x: WORLD.Scan(x) * 2, x)  # noqa: E731

@@ -1,8 +1,9 @@
-# make wheel | demo | test | test-matrix | lint | clean
+# make wheel | demo | test | test-matrix | bench | bench-peers | bench-smoke | lint | clean
 #
 # PYTHON=python3.12                       the interpreter (default: python3, else what there is from 3.11 on)
 # make test MPI=mpich RANKS=3 ARGS="-k Allreduce"    a part; RANKS alone means the tests under mpiexec alone
 # make test PARTS=single                  a part of: single (no mpiexec), world (under mpiexec), jobs (start one)
+# make bench MPI=openmpi BENCH="--parts latency loops"     options of benchmarks/run.py; bench-peers: mpi4jax as well
 #
 # Environments (.envs/cp<Python>-jax<version>-<MPI>) and wheels are kept and renewed when their sources change.
 
@@ -26,7 +27,7 @@ MATRIX := cp311-jax0.8.1-mpich cp313-jaxnewest-openmpi cp311-jax0.10.2-impi
 MATRIX := $(foreach mpi,$(or $(MPI),mpich openmpi impi),$(filter %-$(mpi),$(MATRIX)))
 DEMO   := $(firstword $(ENVS))
 
-.PHONY: wheel demo test test-matrix lint clean
+.PHONY: wheel demo test test-matrix bench bench-peers bench-smoke lint clean
 wheel: build/wheels/$(TAG)/ok
 
 # The interpreter that an environment or a wheel is named after.
@@ -48,7 +49,10 @@ build/wheels/%/ok: .envs/%-build/deps $(SOURCES)
 .envs/%/examples: .envs/%/deps
 	@$(call python,$*) .ci/envs.py extra $* examples
 
-.PRECIOUS: .envs/%/deps .envs/%/ok .envs/%/examples build/wheels/%/ok
+.envs/%/peers: .envs/%/deps
+	@$(call python,$*) .ci/envs.py peers $*
+
+.PRECIOUS: .envs/%/deps .envs/%/ok .envs/%/examples .envs/%/peers build/wheels/%/ok
 
 demo: .envs/$(DEMO)/ok .envs/$(DEMO)/examples
 	@OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 .envs/$(DEMO)/bin/mpiexec -n 2 .envs/$(DEMO)/bin/python -P examples/digits.py
@@ -89,6 +93,17 @@ test: $(if $(filter single,$(PARTS)),single/$(firstword $(ENVS)))
 test: $(if $(filter world,$(PARTS)),$(foreach env,$(ENVS),$(foreach n,$(or $(RANKS),1 2 3 4),world/$(env)/$(n))))
 test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%))
 test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(or $(RANKS),2 3),world/$(env)/$(n)))
+
+# Figures, tables and plots are left in build/benchmarks/<environment>; benchmarks/report.py makes docs/performance.md of them.
+BENCH_ENV := $(TAG)-bench-$(firstword $(MPI) mpich)
+PEERS_ENV := $(TAG)-peers-$(firstword $(MPI) mpich)
+benchmark  = .envs/$(1)/bin/python benchmarks/run.py --output build/benchmarks/$(1) $(2) $(BENCH)
+bench: .envs/$(BENCH_ENV)/ok
+	@$(call benchmark,$(BENCH_ENV))
+bench-peers: .envs/$(PEERS_ENV)/peers .envs/$(PEERS_ENV)/ok
+	@$(call benchmark,$(PEERS_ENV))
+bench-smoke: .envs/$(DEMO)/ok .envs/$(DEMO)/examples
+	@$(call benchmark,$(DEMO),--smoke) > build/bench-smoke.log 2>&1 || { cat build/bench-smoke.log; exit 1; }
 
 LINT   := .envs/$(TAG)-lint
 # Not the .inc tables: their rows are laid out to be read as columns.

@@ -452,9 +452,9 @@ cdef bint _add_to_key(list key, value, list arrays) except -1:
 
 
 cdef object _memory(Shortcut known):
-    """An array for a result: one that JAX has let go of, else a new one. JAX refers to it as long as its own array lives."""
-    cdef int i, n = len(known.memory)
-    for i in range(n):
+    """An array for a result: one that JAX has let go of, else a new one. JAX keeps it as long as its own array lives."""
+    cdef int n = len(known.memory)
+    for _ in range(n):
         known.next = known.next + 1 if known.next + 1 < n else 0
         array = known.memory[known.next]
         if Py_REFCNT(array) == 2:  # the list's and this variable's

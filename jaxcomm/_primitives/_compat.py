@@ -200,7 +200,7 @@ def freeze_finished_elements(effect: type[Effect]) -> None:
 
     def condition_is_mapped(axis: Any, dims: Any, cut: tuple[int, int], cond: Any, body: Any) -> bool:
         """Whether elements differ in it; found as JAX does, by what the body makes of the carry until nothing changes."""
-        mapped = [d is not batching.not_mapped for d in dims]
+        mapped = [d is not None for d in dims]
         of_cond, of_body, carry = mapped[: cut[0]], mapped[cut[0] : cut[1]], mapped[cut[1] :]
         while True:
             _, found = batching.batch_jaxpr(body, axis, [*of_body, *carry], instantiate=carry)

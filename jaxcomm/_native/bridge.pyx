@@ -452,7 +452,7 @@ cdef bint _add_to_key(list key, value, list arrays) except -1:
 
 
 cdef object _memory(Shortcut known):
-    """An array for a result: one that JAX has let go of, else a new one. JAX keeps it as long as its own array lives."""
+    """An array for a result: one that JAX has let go of, else a new one. JAX keeps it as long as its array lives."""
     cdef int n = len(known.memory)
     for _ in range(n):
         known.next = known.next + 1 if known.next + 1 < n else 0

@@ -121,12 +121,9 @@ class Call {
   const void* in_or_in_place() const {
     return frame_.operands[0].data == frame_.results[0].data ? constants.in_place : in();
   }
-  // Result 0, holding operand i to begin with.
-  void* inout(int i = 0) const {
-    const Buffer &from = frame_.operands[i], &to = frame_.results[0];
-    if (from.data != to.data && from.elements > 0)
-      std::memcpy(to.data, from.data,
-                  static_cast<std::size_t>(from.elements) * static_cast<std::size_t>(datatype().bytes));
+  // Result 0, holding operand 0 to begin with.
+  void* inout() const {
+    keep_rest(0, 0);
     return out();
   }
 
@@ -135,9 +132,9 @@ class Call {
     if (frame_.status != nullptr) return frame_.status;
     return at_.status >= 0 ? statuses.at(at_.status) : &scratch_;
   }
-  // Writes what a receive learnt (source, tag, number of elements or -1 for all of the template) to result 1. From
-  // PROC_NULL MPI reports that source, ANY_TAG and no elements.
-  int envelope(int code) {
+  // Writes the template's elements where none arrived, and what a receive learnt (source, tag, number of elements or -1
+  // for all of the template) to result 1. From PROC_NULL MPI reports that source, ANY_TAG and no elements.
+  int envelope(int code, int template_operand) {
     if (code != 0) return code;
     Count units_received = 0;
     code = mpi.Get_elements_x(status(), type(), &units_received);
@@ -149,6 +146,7 @@ class Call {
                     ": under vmap the two must have the same size, because one message carries the whole batch");
     if (!whole && received > std::numeric_limits<std::int32_t>::max())
       throw Failure("a message of more than 2^31 - 1 elements that is shorter than its template is not supported");
+    if (!whole) keep_rest(template_operand, received);
     auto* into = static_cast<std::int32_t*>(frame_.results[1].data);
     into[0] = status_field(constants.status_source_at);
     into[1] = status_field(constants.status_tag_at);
@@ -159,6 +157,13 @@ class Call {
   std::string describe() const;
 
  private:
+  void keep_rest(int operand, Count received) const {
+    const Buffer &from = frame_.operands[operand], &to = frame_.results[0];
+    const auto bytes = static_cast<std::size_t>(datatype().bytes), done = static_cast<std::size_t>(received) * bytes;
+    if (from.data != to.data && from.elements > received)
+      std::memcpy(static_cast<char*>(to.data) + done, static_cast<const char*>(from.data) + done,
+                  static_cast<std::size_t>(from.elements) * bytes - done);
+  }
   static void* pointer(const Buffer& buffer, int side) {
     static std::int64_t nowhere[2][2];
     return buffer.data != nullptr && buffer.elements > 0 ? buffer.data : nowhere[side];

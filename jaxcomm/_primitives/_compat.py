@@ -78,6 +78,7 @@ __all__ = [
     "is_undefined_primal",
     "keep_under_checkpoint",
     "lower_as",
+    "must_stay",
     "no_trace",
     "order_by",
     "primitive_batchers",
@@ -337,6 +338,9 @@ else:
         return mlir.aval_to_ir_type(context.module_context, aval)
 
 
+PROGRAM = "mpi_program"
+
+
 def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, end: str) -> list[Any]:
     """Emit a closed jaxpr in a rule whose first result is not its own.
 
@@ -350,7 +354,7 @@ def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, en
         tokens_in=mlir.TokenSet(given),
         tokens_out=None,
     )
-    results = mlir.core_call_lowering(inner, *operands, name="mpi_program", call_jaxpr=jaxpr)
+    results = mlir.core_call_lowering(inner, *operands, name=PROGRAM, call_jaxpr=jaxpr)
     last = inner.tokens_out if effect in given else mlir.TokenSet.create([effect])
     custom_call(inner.replace(tokens_in=last, tokens_out=None), end, [], [], effect, {}, {})
     outer = [e for e in ordered if e != effect]
@@ -367,6 +371,19 @@ def run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 def constant(value: np.ndarray) -> Any:
     """Return an IR constant."""
     return mlir.ir_constant(value)
+
+
+def must_stay(value: Any) -> bool:
+    """Whether an IR value is an argument of the whole program or of a function of ours, or a constant."""
+    owner = value.owner
+    if isinstance(owner, ir.Block):
+        function = owner.owner
+        name = function.attributes["sym_name"].value if "sym_name" in function.attributes else ""
+        return name == "main" or name.startswith(PROGRAM)
+    operation = getattr(owner, "operation", owner)
+    if operation.name == "stablehlo.broadcast_in_dim":
+        return must_stay(operation.operands[0])
+    return bool(operation.name == "stablehlo.constant")
 
 
 def _row_major(type_: Any) -> tuple[int, ...]:

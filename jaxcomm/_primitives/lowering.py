@@ -35,6 +35,19 @@ def _origin(context: Any, params: Params) -> dict[str, int]:
     return out
 
 
+def _aliases(op: Op, context: Any, arrays: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:
+    """Give the result the buffer of the row's alias operand, unless that must stay.
+
+    In a loop this spares a copy of what the loop carries. An operand that is needed afterwards XLA would copy first: the
+    program's argument, a constant, what is being sent.
+    """
+    if op.alias is None or context.avals_in[op.alias].shape != results[0].shape:
+        return {}
+    candidate = arrays[op.alias]
+    needed = _compat.must_stay(candidate) or candidate in [x for i, x in enumerate(arrays) if i != op.alias]
+    return {} if needed else {op.alias: 0}
+
+
 def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], comm: Any, params: Params) -> list[Any]:
     """Emit `custom_call @jaxcomm_<op>` with the token; a link costs nothing at run time."""
     if _compat.devices_of(context) > 1:
@@ -47,8 +60,7 @@ def lower(op: Op, context: Any, arrays: Sequence[Any], scalars: Sequence[Any], c
     returns = op.returns(comm, params)
     avals = context.avals_out[0 if returns else 1 :]
     dtype = context.avals_in[0].dtype if op.operands else None
-    alike = op.alias is not None and returns and context.avals_in[op.alias].shape == avals[0].shape
-    aliases = {op.alias: 0} if op.alias is not None and alike else {}
+    aliases = _aliases(op, context, arrays, avals) if returns else {}
     results = _compat.custom_call(
         context,
         f"jaxcomm_{op.target}",

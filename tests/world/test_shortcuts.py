@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, METHODS, OPS, slow
+from cases import CASES, METHODS, OPS, slow
 from counting import messages
 from jax.experimental.layout import Format, Layout
 from mpi4py import MPI
@@ -46,7 +46,7 @@ def test_later_calls_are_as_the_first(method, long_way):
             assert made or back or long_way == [], case
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float32", "complex128"])
 def test_dtypes_and_shapes_do_not_meet(dtype):
     for op in (name for name in OPS if np.dtype(dtype).kind in OPS[name][1]):
         case = next(case for case in CASES if case.name == f"Allreduce-{op}")

@@ -139,7 +139,7 @@ def flush() -> None:
 
 
 _compat.order_by(EFFECT, _under_way, flush)
-bridge.set_dispatch(_compat.trace_context, _compat.no_trace, _compat.runtime_tokens)
+bridge.set_dispatch(_compat.trace_context, _compat.no_trace, _compat.runtime_tokens, EFFECT)
 
 
 # join(x, *links) is x, and depends on the links as far as differentiation can see.

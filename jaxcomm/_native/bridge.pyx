@@ -263,13 +263,13 @@ cdef unsigned long _owner = PyThread_get_thread_ident()
 cdef bint _counting = True
 cdef int64_t _begun = 0
 cdef object _last = None
-cdef object _trace_context = None, _no_trace = None, _tokens = None
+cdef object _trace_context = None, _no_trace = None, _tokens = None, _effect = None
 
 
-def set_dispatch(trace_context, no_trace, tokens):
-    """Say where JAX keeps its current trace, which one that is when nothing is traced, and its runtime tokens."""
-    global _trace_context, _no_trace, _tokens
-    _trace_context, _no_trace, _tokens = trace_context, no_trace, tokens
+def set_dispatch(trace_context, no_trace, tokens, effect):
+    """Say where JAX keeps its current trace and tokens, which trace it is when nothing is traced, and our effect."""
+    global _trace_context, _no_trace, _tokens, _effect
+    _trace_context, _no_trace, _tokens, _effect = trace_context, no_trace, tokens, effect
 
 
 def owns_count():
@@ -295,6 +295,10 @@ def settle():
     ended_programs.store(_begun)
 
 
+cdef inline bint _has_token(dict tokens):
+    return len(tokens) > 0 and _effect in tokens  # others have effects too
+
+
 cdef inline bint _quiet():
     """Whether nothing is traced or under way in this thread, as far as can be told without asking JAX."""
     return (
@@ -302,7 +306,7 @@ cdef inline bint _quiet():
         and _owner == PyThread_get_thread_ident()
         and ended_programs.load() == _begun
         and _trace_context.trace is _no_trace
-        and not _tokens.current_tokens
+        and not _has_token(_tokens.current_tokens)
     )
 
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.extend
 import numpy as np
 from jax._src import ad_checkpoint, array, config, core, dispatch, effects, source_info_util
 from jax._src.interpreters import ad, batching, mlir
@@ -38,7 +37,7 @@ batched_device_put = xla_client.batched_device_put
 enable_x64 = config.enable_x64
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
 Effect: TypeAlias = effects.Effect
-Primitive: TypeAlias = jax.extend.core.Primitive
+Primitive: TypeAlias = core.Primitive
 exclude_from_call_sites = source_info_util.register_exclusion
 ShapedArray: TypeAlias = core.ShapedArray
 Tracer = core.Tracer
@@ -282,7 +281,8 @@ def call_site(context: Any) -> tuple[str, str] | None:
 
 def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
     """Say how a primitive is lowered; `platform` None is every platform."""
-    # Not cacheable: equal operations at different places of the program would become one.
+    # Not cacheable: equal operations at different places of the program would become one, and what becomes of an operand
+    # after the operation, which decides on aliases, is not seen from a function that they share.
     mlir.register_lowering(primitive, rule, platform=platform, cacheable=platform is None)
 
 
@@ -310,12 +310,13 @@ def custom_call(
 ) -> list[Any]:
     """Emit a side-effecting custom call on the effect's token chain; return its results without the token."""
     token = context.tokens_in.get(effect)
+    integer = ir.IntegerType.get_signless(64)
     types_ = [_ir_type(context, a) for a in result_avals]
     call = mlir.custom_call(
         target,
         result_types=[*types_, mlir.token_type()],
         operands=[*operands, token],
-        backend_config={k: ir.IntegerAttr.get(ir.IntegerType.get_signless(64), v) for k, v in attributes.items()},
+        backend_config={k: ir.IntegerAttr.get(integer, v) for k, v in attributes.items()},
         has_side_effect=True,
         api_version=4,
         operand_output_aliases=aliases,

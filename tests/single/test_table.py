@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from jaxcomm._native import bridge
-from jaxcomm._primitives import reductions
+from jaxcomm._primitives import attributes, reductions
 from jaxcomm._primitives.make import bind
 from jaxcomm._primitives.op import TRACEABLE
 from jaxcomm._primitives.table import TABLE
@@ -62,6 +62,16 @@ def test_the_twin_has_the_same_columns(row):
     assert {"comm", *dict(row.params)} <= set(native_attributes())
     if row.target:
         assert native_rows()[row.target] == row.operands
+
+
+def test_attributes_that_are_left_out_are_those_that_mean_the_same():
+    text = (NATIVE / "attributes.inc").read_text()
+    absent = {name: int(value) for name, value in re.findall(r"^ATTRIBUTE\((\w+), (-?\d+)\)", text, re.MULTILINE)}
+    assert absent | attributes.ABSENT == absent
+    defaults = {name: value for row in TABLE.values() for name, value in row.params}
+    assert {
+        name: int(-1 if defaults[name] is None else defaults[name]) for name in attributes.ABSENT
+    } == attributes.ABSENT
 
 
 def test_traced_parameters_are_in_the_order_of_the_attributes():

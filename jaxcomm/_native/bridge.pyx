@@ -263,13 +263,13 @@ cdef unsigned long _owner = PyThread_get_thread_ident()
 cdef bint _counting = True
 cdef int64_t _begun = 0
 cdef object _last = None
-cdef object _trace_context = None, _no_trace = None, _tokens = None, _effect = None
+cdef object _trace_context = None, _trace_name = None, _no_trace = None, _tokens = None, _effect = None
 
 
 def set_dispatch(trace_context, no_trace, tokens, effect):
     """Say where JAX keeps its current trace and tokens, which trace it is when nothing is traced, and our effect."""
-    global _trace_context, _no_trace, _tokens, _effect
-    _trace_context, _no_trace, _tokens, _effect = trace_context, no_trace, tokens, effect
+    global _trace_context, _trace_name, _no_trace, _tokens, _effect
+    (_trace_context, _trace_name), _no_trace, _tokens, _effect = trace_context, no_trace, tokens, effect
 
 
 def owns_count():
@@ -305,7 +305,7 @@ cdef inline bint _quiet():
         _counting
         and _owner == PyThread_get_thread_ident()
         and ended_programs.load() == _begun
-        and _trace_context.trace is _no_trace
+        and getattr(_trace_context, _trace_name) is _no_trace
         and not _has_token(_tokens.current_tokens)
     )
 

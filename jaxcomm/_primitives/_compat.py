@@ -48,7 +48,10 @@ primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 runtime_tokens = dispatch.runtime_tokens
-trace_context, no_trace = core.trace_ctx, core.eval_trace
+no_trace = core.eval_trace
+# Where the current trace is kept, an object and its attribute: since JAX 0.9 as a thread-local state in C++.
+_state = getattr(core, "trace_state_strong_ref", None)
+trace_context = (core.trace_ctx, "trace") if _state is None else (_state, "value")
 RuntimeToken: TypeAlias = core.Token
 
 __all__ = [

@@ -332,7 +332,8 @@ cpdef run_program(program, tuple args, dict kwargs):
 MISSED = object()
 """What Shortcuts.run returns if it did nothing."""
 
-cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None, _put = None, _empty = None
+cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None
+cdef object _put = None, _put_explicitly = None, _empty = None
 cdef object _failed = None
 cdef int64_t _kept = 0
 cdef list _device = []
@@ -340,19 +341,21 @@ cdef object _sharding = None
 cdef int _most_shortcuts = 4096
 
 
-def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, kept, failed, device, sharding):
+def set_eager(*, array_type, op_type, numpy_type, x64, put, put_explicitly, empty, kept, failed, device,
+              sharding):
     """Say what shortcuts need to know of JAX, NumPy and mpi4py.
 
     Args:
       array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
       x64: has a `value` that is true when 64 bits are enabled.
-      put: (aval, sharding, [x], [device], committed) -> JAX array. empty: aval -> NumPy array, aligned as
+      put: (aval, sharding, [x], [device], committed) -> JAX array. put_explicitly: the same where that is
+        disallowed. empty: aval -> NumPy array, aligned as
         `put` needs it to be to use its memory. kept: how many bytes a shortcut may keep for further results.
       failed: (code, message) -> exception. device, sharding: where results go.
     """
-    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _kept, _failed, _device, _sharding
+    global _array_type, _op_type, _numpy_type, _x64, _put, _put_explicitly, _empty, _kept, _failed, _device, _sharding
     _array_type, _op_type, _numpy_type, _x64, _put, _empty = array_type, op_type, numpy_type, x64, put, empty
-    _kept = kept
+    _kept, _put_explicitly = kept, put_explicitly
     _failed, _device, _sharding = failed, [device], sharding
 
 
@@ -498,5 +501,8 @@ cdef object _run_shortcut(Shortcut known, list arrays):
     if outcome.code != 0:
         raise _failed(outcome.code, outcome.message.decode())
     if known.returns == -1:
-        return _put(known.aval, _sharding, [result], _device, known.committed)
+        try:
+            return _put(known.aval, _sharding, [result], _device, known.committed)
+        except Exception:
+            return _put_explicitly(known.aval, _sharding, [result], _device, known.committed)
     return None if known.returns == -2 else arrays[known.returns]

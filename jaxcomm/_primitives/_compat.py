@@ -86,6 +86,7 @@ __all__ = [
     "primitive_batchers",
     "primitive_jvps",
     "primitive_transposes",
+    "put",
     "register_lowering",
     "run",
     "runtime_tokens",
@@ -404,7 +405,16 @@ def abstract_operand(x: Any) -> ShapedArray:
 
 def device_array(x: Any, aval: ShapedArray, sharding: Any, device: Any, committed: bool) -> Array:
     """Return x as a JAX array on a device: jax.device_put without its 90 us of generality."""
-    return batched_device_put(aval, sharding, [x], [device], committed)  # type: ignore[no-any-return]
+    return put(aval, sharding, [x], [device], committed)  # type: ignore[no-any-return]
+
+
+def put(*args: Any) -> Any:
+    """As batched_device_put, and no implicit transfer, which jax.transfer_guard may disallow."""
+    try:
+        return batched_device_put(*args)
+    except jax.errors.JaxRuntimeError:
+        with config.explicit_device_put_scope():
+            return batched_device_put(*args)
 
 
 # The runtime token: what JAX hands from one program with an ordered effect to the next. A program starts when its

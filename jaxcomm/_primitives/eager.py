@@ -200,6 +200,7 @@ def _has_one_place() -> bool:
         numpy_type=np.ndarray,
         x64=_compat.enable_x64,
         put=_compat.batched_device_put,
+        put_explicitly=_compat.put,
         empty=_aligned,
         kept=1 << 18,
         failed=_exception,

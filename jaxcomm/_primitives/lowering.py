@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -28,11 +29,21 @@ def _origin(context: Any, params: Params) -> dict[str, int]:
     """What error messages say of an operation: where it is called, and whether differentiation passed it by."""
     out = {"unlinked": 1} if params["unlinked"] else {}
     if site := _compat.call_site(context):
-        name, text = site
-        # A number that is the same in every process and run: it is part of the program, which may come from a cache.
-        out["site"] = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        bridge.add_site(out["site"], text)
+        out["site"] = _site_number(*site)
     return out
+
+
+_sites: dict[int, str] = {}
+
+
+def _site_number(name: str, text: str) -> int:
+    """A number that is the same in every process and run: it is part of the program, which may come from a cache."""
+    for again in itertools.count():  # two lambdas of a function have one name
+        number = int.from_bytes(hashlib.sha256(f"{name}#{again}".encode()).digest()[:7], "little")
+        if _sites.setdefault(number, text) == text:
+            break
+    bridge.add_site(number, text)
+    return number
 
 
 def _aliases(op: Op, context: Any, arrays: Sequence[Any], results: Sequence[Any]) -> dict[int, int]:

@@ -15,6 +15,7 @@ from counting import Compilations
 from mpi4py import MPI
 
 from jaxcomm import JaxComm, flush
+from jaxcomm._primitives import lowering
 
 WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -328,6 +329,7 @@ def test_call_sites():
     """Two equal operations differ by their place; lines added elsewhere in the file make no difference."""
 
     def lowered(source):
+        lowering._sites.clear()  # as in another process
         space = {"comm": WORLD}
         exec(compile(source, "program.py", "exec"), space)
         return jax.jit(space["f"]).lower(values(RANK)).as_text()
@@ -337,3 +339,15 @@ def test_call_sites():
     assert len(set(sites)) == 2
     assert lowered(program) == lowered("import jax\n\n" + program) == lowered(program)
     assert lowered(program) != lowered(program.replace("    return", "\n    return"))
+
+
+def test_call_sites_of_lambdas_are_not_mixed_up():
+    """They have one name and one place in their function."""
+    first = jax.jit(lambda x, dest: WORLD.Sendrecv(x, dest))
+    second = jax.jit(lambda x, dest: WORLD.Sendrecv_replace(x, dest))
+    lines = []
+    for program in (first, second, first, second):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="dest must be") as error:
+            jax.block_until_ready(program(values(RANK), SIZE))
+        lines.append(int(re.search(r"test_messages.py:(\d+)", str(error.value))[1]))
+    assert lines == [lines[0], lines[0] + 1] * 2

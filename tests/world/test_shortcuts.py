@@ -173,3 +173,12 @@ def test_methods_are_still_methods():
     assert inspect.isfunction(JaxComm.Allreduce)
     assert list(inspect.signature(JaxComm.Allreduce).parameters)[:3] == ["self", "sendbuf", "recvbuf"]
     assert "Reduce sendbuf over all ranks" in JaxComm.Allreduce.__doc__
+
+
+def test_transfer_guards():
+    """Operands and results are on the device: nothing is transferred that the user could mean to forbid."""
+    x = jnp.asarray(X)
+    for _ in range(3):
+        with jax.transfer_guard("disallow"):
+            total = WORLD.Allreduce(x)
+        np.testing.assert_allclose(total, WORLD.allreduce(X), rtol=1e-13)

@@ -79,6 +79,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         void store(int64_t)
     AtomicCount ended_programs
     void* end_handler()
+    void* empty_handler()
     string load_mpi(string, cbool)
     cbool has_large_counts "jaxcomm::has_large_counts"()
     void set_debug_ "jaxcomm::set_debug"(cbool)
@@ -194,9 +195,9 @@ def capsules():
     return {op.name.decode(): PyCapsule_New(op.ffi_handler, NULL, NULL) for op in operations()}
 
 
-def end_capsule():
-    """Return the capsule of the handler that counts the programs of jaxcomm.jit that have ended."""
-    return PyCapsule_New(end_handler(), NULL, NULL)
+def program_capsules():
+    """Return the capsules of two handlers: one counts the programs of jaxcomm.jit that have ended, one does nothing."""
+    return {"end": PyCapsule_New(end_handler(), NULL, NULL), "nothing": PyCapsule_New(empty_handler(), NULL, NULL)}
 
 
 def operation_index(str name):

@@ -132,8 +132,9 @@ class Call {
     if (frame_.status != nullptr) return frame_.status;
     return at_.status >= 0 ? statuses.at(at_.status) : &scratch_;
   }
-  // Writes the template's elements where none arrived, and what a receive learnt (source, tag, number of elements or -1
-  // for all of the template) to result 1. From PROC_NULL MPI reports that source, ANY_TAG and no elements.
+  // Writes the template's elements where none arrived, and, if there is a result for it, what a receive learnt (source,
+  // tag, number of elements or -1 for all of the template) to result 1. From PROC_NULL MPI reports that source, ANY_TAG
+  // and no elements.
   int envelope(int code, int template_operand) {
     if (code != 0) return code;
     Count units_received = 0;
@@ -147,6 +148,7 @@ class Call {
     if (!whole && received > std::numeric_limits<std::int32_t>::max())
       throw Failure("a message of more than 2^31 - 1 elements that is shorter than its template is not supported");
     if (!whole) keep_rest(template_operand, received);
+    if (frame_.n_results < 2) return code;
     auto* into = static_cast<std::int32_t*>(frame_.results[1].data);
     into[0] = status_field(constants.status_source_at);
     into[1] = status_field(constants.status_tag_at);
@@ -154,9 +156,42 @@ class Call {
     return code;
   }
 
+  // Messages in two steps. The receive is the first request.
+  int receive() { return mpi.Irecv(out(), n_out(), type(), source(), recvtag(), comm(), next_request()); }
+  int receive_and_send() {
+    int code = receive();
+    if (code != 0) return code;
+    code = mpi.Isend(in(), n_sent(), type(), dest(), sendtag(), comm(), next_request());
+    if (code == 0) return code;
+    n_requests_ = 1;
+    mpi.Cancel(&requests_[0]);
+    while (!arrived()) {
+    }
+    return code;
+  }
+  // Whether all that was started has ended; then `failed` is MPI's first error code, or 0.
+  bool arrived() {
+    for (int i = 0; i < n_requests_; ++i) {
+      if (ended_[i]) continue;
+      int flag = 0;
+      const int code = mpi.Test(&requests_[i], &flag, i == 0 ? status() : &of_send_);
+      if (failed_ == 0) failed_ = code;
+      ended_[i] = flag != 0 || code != 0;
+    }
+    return ended_[0] && (n_requests_ < 2 || ended_[1]);
+  }
+  int failed() const { return failed_; }
+  // Goes on with what another Call has started.
+  void take_over(const Call& other) {
+    std::copy(other.requests_, other.requests_ + 2, requests_);
+    std::copy(other.ended_, other.ended_ + 2, ended_);
+    n_requests_ = other.n_requests_, failed_ = other.failed_, scratch_ = other.scratch_;
+  }
+
   std::string describe() const;
 
  private:
+  H* next_request() { return &requests_[n_requests_++]; }
   void keep_rest(int operand, Count received) const {
     const Buffer &from = frame_.operands[operand], &to = frame_.results[0];
     const auto bytes = static_cast<std::size_t>(datatype().bytes), done = static_cast<std::size_t>(received) * bytes;
@@ -220,7 +255,10 @@ class Call {
   const Frame& frame_;
   const Attributes& at_;
   Communicator& comm_;
-  Status scratch_;
+  Status scratch_, of_send_;
+  H requests_[2] = {};
+  bool ended_[2] = {};
+  int n_requests_ = 0, failed_ = 0;
 };
 
 // "recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes), from rank 0 tag 7, at ring.py:12 (step)"

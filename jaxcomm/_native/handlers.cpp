@@ -4,6 +4,8 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <memory>
+#include <thread>
 
 #include "native.hpp"
 #include "xla/ffi/api/c_api.h"
@@ -34,8 +36,33 @@ const Mpi<H>& mpi() {
       return call;                                 \
     }                                              \
   };
+#define PATIENT(row, start, finish)
 #include "ops.inc"
 #undef OP
+#undef PATIENT
+
+// One more for each that works in two steps.
+template <class Op>
+struct Steps {
+  static constexpr bool two = false;
+};
+#define OP(row, operands, call)
+#define PATIENT(row, first, second)                 \
+  template <>                                       \
+  struct Steps<row##_op> {                          \
+    static constexpr bool two = true;               \
+    template <class H>                              \
+    static int start(Call<H>& c) {                  \
+      return first;                                 \
+    }                                               \
+    template <class H>                              \
+    static int finish(Call<H>& c) {                 \
+      return c.failed() != 0 ? c.failed() : second; \
+    }                                               \
+  };
+#include "ops.inc"
+#undef OP
+#undef PATIENT
 
 using Clock = std::chrono::steady_clock;
 
@@ -56,16 +83,11 @@ std::string error_string(int code) {
   return std::string(text, static_cast<std::size_t>(length));
 }
 
-// Runs the MPI call; whatever goes wrong is told with operation, communicator, rank and peers.
-template <class Op, class H>
-Outcome attempt(Call<H>& call) {
+// Runs something; whatever goes wrong is told with operation, communicator, rank and peers.
+template <class H, class F>
+Outcome attempt(Call<H>& call, F run) {
   try {
-    call.check_alive();
-    const std::string what = debug ? call.describe() : "";
-    if (debug) log(what, "begins", -1);
-    const auto start = Clock::now();
-    const int code = Op::template run<H>(call);
-    if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+    const int code = run();
     if (code == 0) return {};
     return {code, call.describe() + ": " + error_string<H>(code)};
   } catch (const Failure& failure) {
@@ -74,11 +96,24 @@ Outcome attempt(Call<H>& call) {
 }
 
 template <class Op, class H>
+Outcome run_call(Call<H>& call) {
+  return attempt(call, [&call] {
+    call.check_alive();
+    const std::string what = debug ? call.describe() : "";
+    if (debug) log(what, "begins", -1);
+    const auto start = Clock::now();
+    const int code = Op::template run<H>(call);
+    if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+    return code;
+  });
+}
+
+template <class Op, class H>
 Outcome run_with(Frame& frame) {
   try {
     read_traced(frame);
     Call<H> call(mpi<H>(), frame);
-    return attempt<Op>(call);
+    return run_call<Op>(call);
   } catch (const std::exception& error) {
     return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
   }
@@ -135,13 +170,92 @@ XLA_FFI_Error* as_ffi_error(const XLA_FFI_Api& api, const Outcome& outcome) {
   return api.XLA_FFI_Error_Create(&args);
 }
 
+// Messages that come late. XLA runs the rest of a program meanwhile if the handler returns a future: the wait is over
+// on a thread of its own. Not at once, since that thread costs more than a message that is nearly there.
+
+constexpr auto kPatience = std::chrono::milliseconds(1);
+constexpr auto kBetweenTests = std::chrono::microseconds(20);
+
+template <class Op, class H>
+struct Late {
+  Frame frame;
+  Call<H> call{mpi<H>(), frame};
+
+  Late(const Frame& begun, const Call<H>& other) : frame(begun) { call.take_over(other); }
+
+  Outcome finish() {
+    return attempt(call, [this] { return Steps<Op>::template finish<H>(call); });
+  }
+};
+
+template <class Op, class H>
+void wait_elsewhere(XLA_FFI_CallFrame& xla, std::unique_ptr<Late<Op, H>> late) {
+  std::thread([&api = *xla.api, future = xla.future, late = std::move(late)] {
+    while (!late->call.arrived()) std::this_thread::sleep_for(kBetweenTests);
+    if (XLA_FFI_Error* error = as_ffi_error(api, late->finish())) {
+      XLA_FFI_Future_SetError_Args args{XLA_FFI_Future_SetError_Args_STRUCT_SIZE, nullptr, future, error};
+      api.XLA_FFI_Future_SetError(&args);
+    } else {
+      XLA_FFI_Future_SetAvailable_Args args{XLA_FFI_Future_SetAvailable_Args_STRUCT_SIZE, nullptr, future};
+      api.XLA_FFI_Future_SetAvailable(&args);
+    }
+  }).detach();
+}
+
+template <class Op, class H>
+Outcome run_patiently(XLA_FFI_CallFrame& xla, Frame& frame) {
+  try {
+    read_traced(frame);
+    Call<H> call(mpi<H>(), frame);
+    const Outcome started = attempt(call, [&call] {
+      call.check_alive();
+      return Steps<Op>::template start<H>(call);
+    });
+    if (started.code != 0) return started;
+    const auto limit = Clock::now() + kPatience;
+    for (int tests = 0; !call.arrived(); ++tests) {
+      if (tests % 64 == 63) std::this_thread::yield();
+      if (Clock::now() < limit) continue;
+      XLA_FFI_Future_Create_Args args{XLA_FFI_Future_Create_Args_STRUCT_SIZE, nullptr, nullptr};
+      if (XLA_FFI_Error* error = xla.api->XLA_FFI_Future_Create(&args)) {
+        XLA_FFI_Error_Destroy_Args gone{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+        xla.api->XLA_FFI_Error_Destroy(&gone);
+        continue;
+      }
+      xla.future = args.future;
+      wait_elsewhere<Op, H>(xla, std::make_unique<Late<Op, H>>(frame, call));
+      return {};
+    }
+    return attempt(call, [&call] { return Steps<Op>::template finish<H>(call); });
+  } catch (const std::exception& error) {
+    return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
+  }
+}
+
+template <class Op>
+Outcome run_compiled(XLA_FFI_CallFrame& xla, Frame& frame) {
+  if constexpr (Steps<Op>::two) {
+    if (!debug) {
+      frame.operation = Op::name;
+      frame.data_operands = Op::data_operands;
+      return handles_are_pointers ? run_patiently<Op, void*>(xla, frame) : run_patiently<Op, int>(xla, frame);
+    }
+  }
+  return run<Op>(frame);
+}
+
 template <class Op>
 XLA_FFI_Error* handler(XLA_FFI_CallFrame* call) {
   if (answers_metadata(*call)) return nullptr;
   Frame frame;
   Outcome outcome = read(*call, frame);
-  if (outcome.code == 0) outcome = run<Op>(frame);
+  if (outcome.code == 0) outcome = run_compiled<Op>(*call, frame);
   return as_ffi_error(*call->api, outcome);
+}
+
+XLA_FFI_Error* do_nothing(XLA_FFI_CallFrame* call) {
+  answers_metadata(*call);
+  return nullptr;
 }
 
 XLA_FFI_Error* end_program(XLA_FFI_CallFrame* call) {
@@ -153,8 +267,10 @@ XLA_FFI_Error* end_program(XLA_FFI_CallFrame* call) {
 using Runner = Outcome (*)(Frame&);
 constexpr Runner runners[] = {
 #define OP(row, ...) &run<row##_op>,
+#define PATIENT(...)
 #include "ops.inc"
 #undef OP
+#undef PATIENT
 };
 
 template <class H>
@@ -175,13 +291,17 @@ const void* make_operation(Combiner* combine) {
 
 }  // namespace
 
+void* empty_handler() { return reinterpret_cast<void*>(&do_nothing); }
+
 void* end_handler() { return reinterpret_cast<void*>(&end_program); }
 
 std::vector<Operation> operations() {
   return {
 #define OP(row, ...) {#row, reinterpret_cast<void*>(&handler<row##_op>)},
+#define PATIENT(...)
 #include "ops.inc"
 #undef OP
+#undef PATIENT
   };
 }
 

@@ -23,7 +23,8 @@ struct Operation {
 
 // How many programs of jaxcomm.jit have come to the end of their communication.
 inline std::atomic<std::int64_t> ended_programs{0};
-void* end_handler();  // an XLA FFI handler: counts one
+void* end_handler();    // an XLA FFI handler: counts one
+void* empty_handler();  // one that does nothing
 
 // Loads the entry points from an MPI that is in the process already. Returns an error message, or "".
 std::string load_mpi(const std::string& library_path, bool handles_are_pointers);

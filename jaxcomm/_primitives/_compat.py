@@ -86,6 +86,7 @@ __all__ = [
     "primitive_batchers",
     "primitive_jvps",
     "primitive_transposes",
+    "primitives_in",
     "put",
     "register_lowering",
     "run",
@@ -346,10 +347,19 @@ else:
 PROGRAM = "mpi_program"
 
 
-def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, end: str) -> list[Any]:
+def primitives_in(jaxpr: Any) -> set[str]:
+    """Return the names of the primitives of a closed jaxpr, at any depth."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    found = {eqn.primitive.name for eqn in inner.eqns}
+    return found.union(*(primitives_in(sub) for eqn in inner.eqns for sub in core.jaxprs_in_params(eqn.params)))
+
+
+def inline(
+    context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, end: str, beside: Sequence[str] = ()
+) -> list[Any]:
     """Emit a closed jaxpr in a rule whose first result is not its own.
 
-    Its order by `effect` begins here, and ends with a call of the target `end`.
+    Its order by `effect` begins here, and ends with a call of the target `end`. The targets `beside` are called at any time.
     """
     ordered = effects.ordered_effects.filter_in(jaxpr.effects)
     fresh = mlir.TokenSet.create([e for e in ordered if e == effect])
@@ -361,7 +371,12 @@ def inline(context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, en
     )
     results = mlir.core_call_lowering(inner, *operands, name=PROGRAM, call_jaxpr=jaxpr)
     last = inner.tokens_out if effect in given else mlir.TokenSet.create([effect])
-    custom_call(inner.replace(tokens_in=last, tokens_out=None), end, [], [], effect, {}, {})
+    # Where something runs beside, the end is the end of it all: XLA gives the memory of what has ended, even a token's, to
+    # what comes later in its schedule, which then would have to wait for it.
+    awaited = results if beside else []
+    custom_call(inner.replace(tokens_in=last, tokens_out=None), end, awaited, [], effect, {}, {})
+    for target in beside:
+        mlir.custom_call(target, result_types=[], operands=[], backend_config={}, has_side_effect=True, api_version=4)
     outer = [e for e in ordered if e != effect]
     if outer:
         context.set_tokens_out(context.tokens_in.update_tokens(inner.tokens_out.subset(outer)))

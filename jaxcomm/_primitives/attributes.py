@@ -12,7 +12,16 @@ from jaxcomm._primitives.op import TRACED, Op, Params
 
 __all__ = ["ABSENT", "attributes"]
 
-ABSENT = {"count": -1, "received": -1, "batch": 1, "synchronous": 0, "reverse": 0, "shadow": 0, "status": -1}
+ABSENT = {
+    "count": -1,
+    "received": -1,
+    "batch": 1,
+    "synchronous": 0,
+    "reverse": 0,
+    "shadow": 0,
+    "status": -1,
+    "enveloped": 0,
+}
 """What the native layer takes an attribute to be that is not there. The others it names in messages if they are there."""
 
 

@@ -118,18 +118,19 @@ def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: A
     moving, _, dlinks = _split(row, tangents, params)
     dlinks = [d for d in dlinks if type(d) is not _compat.Zero]
     full = params | scalars
-    y, *envelope = bind(row, comm, arrays, links, **full)
+    n_outs = 1 + bool(params.get("enveloped"))
+    y, *envelope = bind(row, comm, arrays, links, **full | ({"enveloped": True} if row.envelope else {}))
     # The name is for checkpoint policies, which see a function only after it is differentiated.
     outs = [checkpoint_name(y, f"mpi_{row.name}"), *envelope]
     if not _differentiable(arrays):
-        return outs, _no_tangent(row, comm, params, outs, dlinks)
+        return outs[:n_outs], _no_tangent(row, comm, params, outs[:n_outs], dlinks)
     if not row.linear(params):
         return outs, [_reduction_tangent(row, comm, full, arrays[0], moving[0], dlinks)]
     if row.adjoint is None:
         raise NotImplementedError(f"mpi_{row.name} has no derivative")
     moving = [_compat.instantiate_zeros(d) for d in moving]
     dy, *_ = bind(row, comm, moving, [*dlinks, link(outs[0])], **_for_tangent(row, full, outs))
-    return outs, [dy, *map(_zero, outs[1:])]
+    return outs[:n_outs], [dy, *map(_zero, outs[1:n_outs])]
 
 
 def _zero(x: Any) -> Any:
@@ -153,7 +154,7 @@ def _for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
     if not row.envelope:
         return full
     source, tag, received = outs[1]
-    return full | {"source": source, "recvtag": tag, "received": received, "status": None}
+    return full | {"source": source, "recvtag": tag, "received": received, "status": None, "enveloped": False}
 
 
 def _reduction_tangent(row: Op, comm: Any, full: Params, x: Any, dx: Any, dlinks: Sequence[Any]) -> Any:

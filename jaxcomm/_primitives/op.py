@@ -80,8 +80,9 @@ class Op:
       returns: the ranks that get a result; elsewhere it is a link.
       lead_in: whether data has a leading axis that numbers ranks.
       lead_out: whether the result has.
-      envelope: also returns int32 (source, tag, number of elements received, or -1 for all of the template). Then the
-        template stays where nothing arrives, and so is an input of the linear map.
+      envelope: it receives: the template stays where nothing arrives, and so is an input of the linear map. With the
+        parameter `enveloped`, which derivatives set, it also returns int32 (source, tag, number of elements received, or
+        -1 for all of the template).
       alias: the operand that may share the result's buffer, where it has its shape.
       adjoint: None where there is no derivative.
       native: the row of ops.inc that it runs, by default its own name; None where nothing is communicated and y is x.

@@ -15,6 +15,7 @@ def _sums(params: Params) -> bool:
 
 _REDUCTION = ("op", SUM)
 _ROOT = ("root", 0)
+_ENVELOPED = ("enveloped", False)
 _BACKWARDS = "the same from the last rank to the first, for op=SUM"
 
 _ROWS = (
@@ -29,7 +30,15 @@ _ROWS = (
     Op(
         "recv",
         "MPI 4.1, 3.2.4",
-        params=(("source", 0), ("recvtag", 0), ("received", -1), ("batch", 1), ("shadow", False), ("status", None)),
+        params=(
+            ("source", 0),
+            ("recvtag", 0),
+            ("received", -1),
+            ("batch", 1),
+            ("shadow", False),
+            ("status", None),
+            _ENVELOPED,
+        ),
         sends=nobody,
         envelope=True,
         alias=0,
@@ -48,6 +57,7 @@ _ROWS = (
             ("batch", 1),
             ("shadow", False),
             ("status", None),
+            _ENVELOPED,
         ),
         operands=2,
         envelope=True,

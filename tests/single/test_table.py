@@ -30,7 +30,15 @@ class Comm:
 COMMS = [Comm(rank, size) for size in (1, 2, 3) for rank in range(size)]
 # A value for each parameter that no other has, so that a mix-up shows.
 VALUES = {"root": 0, "op": reductions.SUM, "reverse": False, "dest": 101, "source": 102, "sendtag": 103, "recvtag": 104}
-VALUES |= {"count": 105, "received": 106, "batch": 1, "synchronous": False, "status": None, "shadow": True}
+VALUES |= {
+    "count": 105,
+    "received": 106,
+    "batch": 1,
+    "synchronous": False,
+    "status": None,
+    "shadow": True,
+    "enveloped": False,
+}
 
 rows = pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 rows_with_adjoint = pytest.mark.parametrize(
@@ -148,7 +156,9 @@ def test_shapes(row):
             given, expected = SHAPES[row.name][comm.rank != 0]
             x = jax.ShapeDtypeStruct(shape[given], np.int16)
             operands = [x, x][: row.operands]
-            y, *envelope = jax.eval_shape(lambda *xs, comm=comm: bind(row, comm, xs, **params_of(row)), *operands)
+            more = {"enveloped": True} if row.envelope else {}
+            call = lambda *xs, comm=comm, more=more: bind(row, comm, xs, **params_of(row) | more)  # noqa: E731
+            y, *envelope = jax.eval_shape(call, *operands)
             assert y.shape == shape[expected]
             assert y.dtype == (np.float32 if expected is None else np.int16)
             assert [e.shape for e in envelope] == [(3,)] * row.envelope

@@ -159,9 +159,10 @@ class Call {
   // Messages in two steps. The receive is the first request.
   int receive() { return mpi.Irecv(out(), n_out(), type(), source(), recvtag(), comm(), next_request()); }
   int receive_and_send() {
+    const int to = dest(), tag = sendtag();  // these may fail, which they must not with a receive under way
     int code = receive();
     if (code != 0) return code;
-    code = mpi.Isend(in(), n_sent(), type(), dest(), sendtag(), comm(), next_request());
+    code = mpi.Isend(in(), n_sent(), type(), to, tag, comm(), next_request());
     if (code == 0) return code;
     n_requests_ = 1;
     mpi.Cancel(&requests_[0]);

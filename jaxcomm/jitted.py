@@ -55,7 +55,7 @@ def _run(*args: Any, jaxpr: Any) -> list[Any]:
 
 program_p.def_impl(_run)
 program_p.def_effectful_abstract_eval(_abstract)
-_compat.register_lowering(program_p, _lower)
+_compat.register_lowering(program_p, _lower, cacheable=False)  # it looks at what its operands are
 
 
 def _as_program(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,6 +77,10 @@ def _as_program(function: Callable[..., Any]) -> Callable[..., Any]:
         return end, jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(shape), results)
 
     return functools.update_wrapper(program, function)
+
+
+def _as_jitted_program(function: Callable[..., Any], **options: Any) -> Any:
+    return jax.jit(_as_program(function), **options)
 
 
 # What says where arguments lie: there, plain jax.jit does the work.
@@ -104,7 +108,7 @@ def jit(fun: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     plain = jax.jit(fun, **options)
     if any(options.get(name) is not None for name in _PLACES):
         return plain
-    program = jax.jit(_as_program(fun), **options)
+    program = _as_jitted_program(fun, **options)
 
     def careful(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return plain(*args, **kwargs) if _compat.tracing() else run_in_turn(program, args, kwargs)

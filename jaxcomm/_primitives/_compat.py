@@ -284,11 +284,16 @@ def call_site(context: Any) -> tuple[str, str] | None:
     return None
 
 
-def register_lowering(primitive: Any, rule: Callable[..., Any], platform: str | None = None) -> None:
-    """Say how a primitive is lowered; `platform` None is every platform."""
-    # Not cacheable: equal operations at different places of the program would become one, and what becomes of an operand
-    # after the operation, which decides on aliases, is not seen from a function that they share.
-    mlir.register_lowering(primitive, rule, platform=platform, cacheable=platform is None)
+def register_lowering(
+    primitive: Any, rule: Callable[..., Any], platform: str | None = None, cacheable: bool = True
+) -> None:
+    """Say how a primitive is lowered.
+
+    Args:
+      platform: None is every platform.
+      cacheable: whether equal operations, at different places of the program, may share what is made of one.
+    """
+    mlir.register_lowering(primitive, rule, platform=platform, cacheable=cacheable)
 
 
 def lower_as(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -369,7 +374,9 @@ def inline(
         tokens_in=mlir.TokenSet(given),
         tokens_out=None,
     )
-    results = mlir.core_call_lowering(inner, *operands, name=PROGRAM, call_jaxpr=jaxpr)
+    # From inside, an argument that is given away cannot be told from one that is not.
+    name = PROGRAM if all(map(must_stay, operands)) else f"giving_{PROGRAM}"
+    results = mlir.core_call_lowering(inner, *operands, name=name, call_jaxpr=jaxpr)
     last = inner.tokens_out if effect in given else mlir.TokenSet.create([effect])
     # Where something runs beside, the end is the end of it all: XLA gives the memory of what has ended, even a token's, to
     # what comes later in its schedule, which then would have to wait for it.
@@ -394,12 +401,19 @@ def constant(value: np.ndarray) -> Any:
 
 
 def must_stay(value: Any) -> bool:
-    """Whether an IR value is an argument of the whole program or of a function of ours, or a constant."""
+    """Whether an IR value is a constant, or an argument of the whole program that is not given away (donated)."""
     owner = value.owner
     if isinstance(owner, ir.Block):
         function = owner.owner
         name = function.attributes["sym_name"].value if "sym_name" in function.attributes else ""
-        return name == "main" or name.startswith(PROGRAM)
+        if name == "main":
+            given = (
+                ir.DictAttr(function.attributes["arg_attrs"][value.arg_number])
+                if "arg_attrs" in function.attributes
+                else ()
+            )
+            return not any(mark in given for mark in ("tf.aliasing_output", "jax.buffer_donor"))
+        return name.startswith(PROGRAM)
     operation = getattr(owner, "operation", owner)
     if operation.name == "stablehlo.broadcast_in_dim":
         return must_stay(operation.operands[0])

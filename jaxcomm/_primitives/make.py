@@ -265,7 +265,8 @@ def _make(row: Op) -> Any:
     _compat.primitive_jvps[primitive] = rule(_jvp)
     _compat.primitive_transposes[primitive] = rule(_transpose)
     if row.target:
-        _compat.register_lowering(primitive, rule(_lower), "cpu")
+        # Not cacheable: an operation knows its place, and what becomes of its operands decides on aliases.
+        _compat.register_lowering(primitive, rule(_lower), "cpu", cacheable=False)
     else:
         _compat.register_lowering(primitive, lambda context, x, *links, **params: [x])
     return primitive

@@ -11,6 +11,8 @@ from cases import left, right
 from jax import lax
 from mpi4py import MPI
 
+import jaxcomm.jitted
+
 WORLD = harness.communicator("world")
 SIZE = WORLD.size
 RIGHT, LEFT = right(WORLD), left(WORLD)
@@ -42,6 +44,14 @@ def test_loops_work_in_place(name):
     temporary, results = memory(loop, BIG, donate_argnums=0)
     assert temporary < SMALL
     assert results < SMALL
+
+
+@pytest.mark.parametrize("jit", [jax.jit, jaxcomm.jitted._as_jitted_program], ids=["jit", "jaxcomm.jit"])
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_operands_that_are_given_away_are_overwritten(name, jit):
+    stats = jit(IN_PLACE[name], donate_argnums=0).lower(BIG).compile().memory_analysis()
+    assert stats.temp_size_in_bytes < SMALL
+    assert stats.output_size_in_bytes - stats.alias_size_in_bytes < SMALL
 
 
 @pytest.mark.parametrize("name", [*IN_PLACE, "Sendrecv", "Allgather", "Alltoall"])

@@ -92,7 +92,7 @@ $(foreach env,$(sort $(ENVS) $(MATRIX)),$(eval $(call suites,$(env))))
 
 test: $(if $(filter single,$(PARTS)),single/$(firstword $(ENVS)))
 test: $(if $(filter world,$(PARTS)),$(foreach env,$(ENVS),$(foreach n,$(or $(RANKS),1 2 3 4),world/$(env)/$(n))))
-test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%))
+test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%) $(if $(ARGS),,bench-smoke))
 test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(or $(RANKS),2 3),world/$(env)/$(n)))
 
 # Figures, tables and plots are left in build/benchmarks/<environment>; benchmarks/report.py makes docs/performance.md of them.

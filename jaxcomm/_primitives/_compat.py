@@ -403,21 +403,19 @@ def constant(value: np.ndarray) -> Any:
 def must_stay(value: Any) -> bool:
     """Whether an IR value is a constant, or an argument of the whole program that is not given away (donated)."""
     owner = value.owner
-    if isinstance(owner, ir.Block):
-        function = owner.owner
-        name = function.attributes["sym_name"].value if "sym_name" in function.attributes else ""
-        if name == "main":
-            given = (
-                ir.DictAttr(function.attributes["arg_attrs"][value.arg_number])
-                if "arg_attrs" in function.attributes
-                else ()
-            )
-            return not any(mark in given for mark in ("tf.aliasing_output", "jax.buffer_donor"))
-        return name.startswith(PROGRAM)
-    operation = getattr(owner, "operation", owner)
-    if operation.name == "stablehlo.broadcast_in_dim":
-        return must_stay(operation.operands[0])
-    return bool(operation.name == "stablehlo.constant")
+    if not isinstance(owner, ir.Block):
+        operation = getattr(owner, "operation", owner)
+        if operation.name == "stablehlo.broadcast_in_dim":  # of a number, say
+            operation = getattr(operation.operands[0].owner, "operation", None)
+        return operation is not None and bool(operation.name == "stablehlo.constant")
+    function = owner.owner
+    name = function.attributes["sym_name"].value if "sym_name" in function.attributes else ""
+    if name != "main":
+        return bool(name.startswith(PROGRAM))
+    if "arg_attrs" not in function.attributes:
+        return True
+    given = ir.DictAttr(function.attributes["arg_attrs"][ir.BlockArgument(value).arg_number])
+    return not any(mark in given for mark in ("tf.aliasing_output", "jax.buffer_donor"))
 
 
 def _row_major(type_: Any) -> tuple[int, ...]:

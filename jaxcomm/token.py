@@ -88,10 +88,7 @@ _thread = _Thread()
 
 def run_in_turn(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call program(*args, **kwargs) -> (what to wait for, result) when this thread's last program has ended."""
-    try:
-        flush()
-    except Exception as error:
-        _tell(error)
+    _await_last()
     if bridge.owns_count():
         return bridge.run_program(program, args, kwargs)
     bridge.give_up_count()
@@ -99,9 +96,12 @@ def run_in_turn(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     return result
 
 
-def _tell(error: Exception) -> None:
-    """That a program has failed is not the next one's fault: docs/adr/0005-failed-programs.md."""
-    warnings.warn(f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=5)
+def _await_last() -> None:
+    """As flush; that a program has failed is not the next one's fault, which warns: docs/adr/0005-failed-programs.md."""
+    try:
+        flush()
+    except Exception as error:
+        warnings.warn(f"an earlier program failed after it was dispatched: {error}", RuntimeWarning, stacklevel=5)
 
 
 def _last_program() -> Any:
@@ -117,10 +117,7 @@ def _under_way() -> Any:
     last = _last_program()
     if last is None or not last.is_ready():
         return last
-    try:
-        flush()
-    except Exception as error:
-        _tell(error)
+    _await_last()
     return None
 
 

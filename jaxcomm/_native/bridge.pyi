@@ -43,7 +43,6 @@ def set_eager(
     numpy_type: type,
     x64: Any,
     put: Any,
-    put_explicitly: Any,
     empty: Any,
     kept: int,
     failed: Any,

@@ -5,7 +5,7 @@
 from cpython.buffer cimport PyBUF_C_CONTIGUOUS, PyBuffer_Release, PyObject_GetBuffer
 from cpython.pycapsule cimport PyCapsule_New
 from cpython.pythread cimport PyThread_get_thread_ident
-from libc.stdint cimport int32_t, int64_t, uint64_t, uintptr_t
+from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
@@ -89,11 +89,11 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
 
-# The head of NumPy's array struct, whose layout its C API fixes: reading it costs nothing, while the buffer protocol
-# refuses bfloat16 and `ndarray.ctypes` takes a microsecond.
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(object)
 
+# The head of NumPy's array struct, whose layout its C API fixes: reading it costs nothing, while the buffer protocol
+# refuses bfloat16 and `ndarray.ctypes` takes a microsecond.
 cdef extern from *:
     """
     #include <Python.h>
@@ -334,30 +334,27 @@ MISSED = object()
 """What Shortcuts.run returns if it did nothing."""
 
 cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None
-cdef object _put = None, _put_explicitly = None, _empty = None
-cdef object _failed = None
+cdef object _put = None, _empty = None, _failed = None
 cdef int64_t _kept = 0
 cdef list _device = []
 cdef object _sharding = None
 cdef int _most_shortcuts = 4096
 
 
-def set_eager(*, array_type, op_type, numpy_type, x64, put, put_explicitly, empty, kept, failed, device,
-              sharding):
+def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, kept, failed, device, sharding):
     """Say what shortcuts need to know of JAX, NumPy and mpi4py.
 
     Args:
       array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
       x64: has a `value` that is true when 64 bits are enabled.
-      put: (aval, sharding, [x], [device], committed) -> JAX array. put_explicitly: the same where that is
-        disallowed. empty: aval -> NumPy array, aligned as
-        `put` needs it to be to use its memory. kept: how many bytes a shortcut may keep for further results.
+      put: (aval, sharding, [x], [device], committed) -> JAX array.
+      empty: aval -> NumPy array, aligned as `put` needs it to be to use its memory.
+      kept: how many bytes a shortcut may keep for further results.
       failed: (code, message) -> exception. device, sharding: where results go.
     """
-    global _array_type, _op_type, _numpy_type, _x64, _put, _put_explicitly, _empty, _kept, _failed, _device, _sharding
+    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _kept, _failed, _device, _sharding
     _array_type, _op_type, _numpy_type, _x64, _put, _empty = array_type, op_type, numpy_type, x64, put, empty
-    _kept, _put_explicitly = kept, put_explicitly
-    _failed, _device, _sharding = failed, [device], sharding
+    _kept, _failed, _device, _sharding = kept, failed, [device], sharding
 
 
 cdef class Shortcut:
@@ -476,7 +473,6 @@ cdef object _memory(Shortcut known):
 cdef object _run_shortcut(Shortcut known, list arrays):
     cdef Frame frame = known.plan.frame
     cdef Py_buffer views[4]
-    cdef int32_t envelope[3]
     cdef Outcome outcome
     cdef int held = 0, i
     result = None
@@ -491,9 +487,6 @@ cdef object _run_shortcut(Shortcut known, list arrays):
         if known.aval is not None:
             result = _memory(known)
             frame.results[0].data = (<JaxcommArrayHead*><void*>result).data
-            frame.results[1].data = envelope
-        else:
-            frame.results[0].data = envelope
         with nogil:
             outcome = run_operation(known.plan.operation, frame)
     finally:
@@ -502,8 +495,5 @@ cdef object _run_shortcut(Shortcut known, list arrays):
     if outcome.code != 0:
         raise _failed(outcome.code, outcome.message.decode())
     if known.returns == -1:
-        try:
-            return _put(known.aval, _sharding, [result], _device, known.committed)
-        except Exception:
-            return _put_explicitly(known.aval, _sharding, [result], _device, known.committed)
+        return _put(known.aval, _sharding, [result], _device, known.committed)
     return None if known.returns == -2 else arrays[known.returns]

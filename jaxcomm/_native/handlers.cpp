@@ -108,22 +108,28 @@ Outcome run_call(Call<H>& call) {
   });
 }
 
-template <class Op, class H>
-Outcome run_with(Frame& frame) {
+// Makes the Call of a frame, for the kind of handle that the MPI library has, and runs something with it.
+template <class Op, class H, class F>
+Outcome with_handles(Frame& frame, F run) {
   try {
     read_traced(frame);
     Call<H> call(mpi<H>(), frame);
-    return run_call<Op>(call);
+    return run(call);
   } catch (const std::exception& error) {
     return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
   }
 }
 
-template <class Op>
-Outcome run(Frame& frame) {
+template <class Op, class F>
+Outcome with_call(Frame& frame, F run) {
   frame.operation = Op::name;
   frame.data_operands = Op::data_operands;
-  return handles_are_pointers ? run_with<Op, void*>(frame) : run_with<Op, int>(frame);
+  return handles_are_pointers ? with_handles<Op, void*>(frame, run) : with_handles<Op, int>(frame, run);
+}
+
+template <class Op>
+Outcome run(Frame& frame) {
+  return with_call<Op>(frame, [](auto& call) { return run_call<Op>(call); });
 }
 
 // XLA's side
@@ -177,22 +183,23 @@ constexpr auto kPatience = std::chrono::milliseconds(1);
 constexpr auto kBetweenTests = std::chrono::microseconds(20);
 
 template <class Op, class H>
+Outcome finish(Call<H>& call) {
+  return attempt(call, [&call] { return Steps<Op>::template finish<H>(call); });
+}
+
+template <class H>
 struct Late {
   Frame frame;
   Call<H> call{mpi<H>(), frame};
 
   Late(const Frame& begun, const Call<H>& other) : frame(begun) { call.take_over(other); }
-
-  Outcome finish() {
-    return attempt(call, [this] { return Steps<Op>::template finish<H>(call); });
-  }
 };
 
 template <class Op, class H>
-void wait_elsewhere(XLA_FFI_CallFrame& xla, std::unique_ptr<Late<Op, H>> late) {
+void wait_elsewhere(XLA_FFI_CallFrame& xla, std::unique_ptr<Late<H>> late) {
   std::thread([&api = *xla.api, future = xla.future, late = std::move(late)] {
     while (!late->call.arrived()) std::this_thread::sleep_for(kBetweenTests);
-    if (XLA_FFI_Error* error = as_ffi_error(api, late->finish())) {
+    if (XLA_FFI_Error* error = as_ffi_error(api, finish<Op>(late->call))) {
       XLA_FFI_Future_SetError_Args args{XLA_FFI_Future_SetError_Args_STRUCT_SIZE, nullptr, future, error};
       api.XLA_FFI_Future_SetError(&args);
     } else {
@@ -203,43 +210,33 @@ void wait_elsewhere(XLA_FFI_CallFrame& xla, std::unique_ptr<Late<Op, H>> late) {
 }
 
 template <class Op, class H>
-Outcome run_patiently(XLA_FFI_CallFrame& xla, Frame& frame) {
-  try {
-    read_traced(frame);
-    Call<H> call(mpi<H>(), frame);
-    const Outcome started = attempt(call, [&call] {
-      call.check_alive();
-      return Steps<Op>::template start<H>(call);
-    });
-    if (started.code != 0) return started;
-    const auto limit = Clock::now() + kPatience;
-    for (int tests = 0; !call.arrived(); ++tests) {
-      if (tests % 64 == 63) std::this_thread::yield();
-      if (Clock::now() < limit) continue;
-      XLA_FFI_Future_Create_Args args{XLA_FFI_Future_Create_Args_STRUCT_SIZE, nullptr, nullptr};
-      if (XLA_FFI_Error* error = xla.api->XLA_FFI_Future_Create(&args)) {
-        XLA_FFI_Error_Destroy_Args gone{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
-        xla.api->XLA_FFI_Error_Destroy(&gone);
-        continue;
-      }
-      xla.future = args.future;
-      wait_elsewhere<Op, H>(xla, std::make_unique<Late<Op, H>>(frame, call));
-      return {};
+Outcome run_patiently(XLA_FFI_CallFrame& xla, const Frame& frame, Call<H>& call) {
+  const Outcome started = attempt(call, [&call] {
+    call.check_alive();
+    return Steps<Op>::template start<H>(call);
+  });
+  if (started.code != 0) return started;
+  const auto limit = Clock::now() + kPatience;
+  for (int tests = 0; !call.arrived(); ++tests) {
+    if (tests % 64 == 63) std::this_thread::yield();
+    if (Clock::now() < limit) continue;
+    XLA_FFI_Future_Create_Args args{XLA_FFI_Future_Create_Args_STRUCT_SIZE, nullptr, nullptr};
+    if (XLA_FFI_Error* error = xla.api->XLA_FFI_Future_Create(&args)) {
+      XLA_FFI_Error_Destroy_Args gone{XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, nullptr, error};
+      xla.api->XLA_FFI_Error_Destroy(&gone);
+      continue;
     }
-    return attempt(call, [&call] { return Steps<Op>::template finish<H>(call); });
-  } catch (const std::exception& error) {
-    return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
+    xla.future = args.future;
+    wait_elsewhere<Op>(xla, std::make_unique<Late<H>>(frame, call));
+    return {};
   }
+  return finish<Op>(call);
 }
 
 template <class Op>
 Outcome run_compiled(XLA_FFI_CallFrame& xla, Frame& frame) {
   if constexpr (Steps<Op>::two) {
-    if (!debug) {
-      frame.operation = Op::name;
-      frame.data_operands = Op::data_operands;
-      return handles_are_pointers ? run_patiently<Op, void*>(xla, frame) : run_patiently<Op, int>(xla, frame);
-    }
+    if (!debug) return with_call<Op>(frame, [&](auto& call) { return run_patiently<Op>(xla, frame, call); });
   }
   return run<Op>(frame);
 }

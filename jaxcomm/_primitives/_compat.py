@@ -33,7 +33,6 @@ for _name, _version in (("jax", jax.__version_info__), ("jaxlib", jaxlib_version
 
 Array = jax.Array
 ArrayImpl = array.ArrayImpl
-batched_device_put = xla_client.batched_device_put
 enable_x64 = config.enable_x64
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
 Effect: TypeAlias = effects.Effect
@@ -65,7 +64,6 @@ __all__ = [
     "Zero",
     "abstract_operand",
     "allow_everywhere",
-    "batched_device_put",
     "call_site",
     "constant",
     "custom_call",
@@ -438,10 +436,10 @@ def device_array(x: Any, aval: ShapedArray, sharding: Any, device: Any, committe
 def put(*args: Any) -> Any:
     """As batched_device_put, and no implicit transfer, which jax.transfer_guard may disallow."""
     try:
-        return batched_device_put(*args)
+        return xla_client.batched_device_put(*args)
     except jax.errors.JaxRuntimeError:
         with config.explicit_device_put_scope():
-            return batched_device_put(*args)
+            return xla_client.batched_device_put(*args)
 
 
 # The runtime token: what JAX hands from one program with an ordered effect to the next. A program starts when its

@@ -15,7 +15,17 @@ def _sums(params: Params) -> bool:
 
 _REDUCTION = ("op", SUM)
 _ROOT = ("root", 0)
-_ENVELOPED = ("enveloped", False)
+# The two ways of a message; Sendrecv has both.
+_TO = (("dest", 0), ("sendtag", 0), ("count", -1))
+_FROM = (
+    ("source", 0),
+    ("recvtag", 0),
+    ("received", -1),
+    ("batch", 1),
+    ("shadow", False),
+    ("status", None),
+    ("enveloped", False),
+)
 _BACKWARDS = "the same from the last rank to the first, for op=SUM"
 
 _ROWS = (
@@ -23,22 +33,14 @@ _ROWS = (
     Op(
         "send",
         "MPI 4.1, 3.2.1",
-        params=(("dest", 0), ("sendtag", 0), ("count", -1), ("synchronous", False), ("shadow", False)),
+        params=(*_TO, ("synchronous", False), ("shadow", False)),
         returns=nobody,
         adjoint=Adjoint("recv", to.take_back, "Recv of the cotangent from dest"),
     ),
     Op(
         "recv",
         "MPI 4.1, 3.2.4",
-        params=(
-            ("source", 0),
-            ("recvtag", 0),
-            ("received", -1),
-            ("batch", 1),
-            ("shadow", False),
-            ("status", None),
-            _ENVELOPED,
-        ),
+        params=_FROM,
         sends=nobody,
         envelope=True,
         alias=0,
@@ -47,18 +49,7 @@ _ROWS = (
     Op(
         "sendrecv",
         "MPI 4.1, 3.10",
-        params=(
-            ("dest", 0),
-            ("sendtag", 0),
-            ("count", -1),
-            ("source", 0),
-            ("recvtag", 0),
-            ("received", -1),
-            ("batch", 1),
-            ("shadow", False),
-            ("status", None),
-            _ENVELOPED,
-        ),
+        params=_TO + _FROM,
         operands=2,
         envelope=True,
         alias=1,

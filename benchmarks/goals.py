@@ -114,6 +114,15 @@ def overlap(results: Results) -> Iterator[Goal]:
                 yield Goal(5, what, row["in time"] if fair else None, 0.95, least=True)
 
 
+def trees(results: Results) -> Iterator[Goal]:
+    for run in results.get("trees", []):
+        times = {(row["way"], row["kind"]): row["median"] for row in run["trees"]}
+        for way in dict.fromkeys(way for way, _ in times):
+            tree, what = times[way, "tree"], f"{way}: {run['leaves']} leaves of {run['bytes']} B"
+            yield Goal(6, f"{what} / one message of as many bytes", tree / times[way, "one message"], 3)
+            yield Goal(6, f"{what} / leaf by leaf", tree / times[way, "leaf by leaf"], 1 / 3)
+
+
 def startup(results: Results) -> Iterator[Goal]:
     imports = [run["import seconds"] for part in ("import", "compile") for run in results.get(part, [])]
     yield Goal(
@@ -158,4 +167,4 @@ def shallow_water(results: Results) -> Iterator[Goal]:
         yield Goal(9, f"shallow water, {cells} cells a rank: mpi4jax / jaxcomm", speedup, limit, least=True)
 
 
-CHECKS = [small_messages, loops, memory, overlap, startup, growth, shallow_water]
+CHECKS = [small_messages, loops, memory, overlap, trees, startup, growth, shallow_water]

@@ -7,11 +7,12 @@ python benchmarks/report.py                                    fill the page fro
 import argparse
 import json
 import re
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import goals
 
 Results = dict[str, Any]
 DOCS = Path(__file__).parents[1] / "docs"
@@ -149,6 +150,15 @@ def memory_table(results: Results) -> str:
     return table(["Allreduce", "arrays beside the operand", "growth of the peak"], rows) if rows else ""
 
 
+def trees_table(results: Results) -> str:
+    rows: dict[str, dict[str, str]] = {}
+    for run in results.get("trees", []):
+        for r in run["trees"]:
+            rows.setdefault(r["way"], {})[r["kind"]] = duration(r["median"])
+    kinds = list(next(iter(rows.values()), {}))
+    return table(["", *kinds], [[way, *(row[kind] for kind in kinds)] for way, row in rows.items()]) if rows else ""
+
+
 def startup_table(results: Results) -> str:
     rows = [[what, duration(seconds)] for run in results.get("compile", []) for what, seconds in run["compile"].items()]
     return table(["tracing and compiling", "median"], rows) if rows else ""
@@ -169,6 +179,7 @@ SECTIONS: dict[str, Callable[[list[Results]], str]] = {
     "latency": per_run(latency_table),
     "overlap": per_run(overlap_table),
     "memory": per_run(memory_table),
+    "trees": per_run(trees_table),
     "startup": per_run(startup_table),
     "shallow_water": per_run(shallow_water_table),
     "times": per_run(time_tables),
@@ -252,12 +263,20 @@ def growth_series(results: Results) -> dict[tuple[str, str], dict[int, float]]:
 
 
 def keep(paths: list[Path]) -> None:
-    """Put runs into docs/performance, in place of those that are there, by their MPI: mpich.json, open-mpi.json."""
+    """Put runs into docs/performance, in place of those that are there, by their MPI: mpich.json, open-mpi.json.
+
+    Of a run on the machine and with the software of the one that is there, the parts that it has not measured stay.
+    """
     KEPT.mkdir(exist_ok=True)
     for path in paths:
-        short = re.sub(r"[^a-z]+", "-", name(json.loads(path.read_text())).lower()).strip("-")
-        if path.resolve() != (KEPT / f"{short}.json").resolve():
-            shutil.copy(path, KEPT / f"{short}.json")
+        run = json.loads(path.read_text())
+        kept_at = KEPT / f"{re.sub(r'[^a-z]+', '-', name(run).lower()).strip('-')}.json"
+        if kept_at.exists() and (there := json.loads(kept_at.read_text()))["machine"] == run["machine"]:
+            measured = {row["part"] for row in run["rows"]}
+            run["rows"] += [row for row in there["rows"] if row["part"] not in measured]
+            run = there | run
+            run["goals"] = goals.judge(run)
+        kept_at.write_text(as_lines(run))
 
 
 def kept() -> list[Results]:

@@ -52,6 +52,7 @@ class Scale:
     )
     imports: int = 9
     compile: dict[str, Any] = field(default_factory=lambda: {"operations": 100, "repetitions": 7})
+    trees: dict[str, int] = field(default_factory=lambda: {"leaves": 200, "nbytes": KB})
     grids: dict[str, list[int]] = field(default_factory=lambda: {"small": [64, 200], "large": [1024, 2]})
     limit: float = 1800
 
@@ -72,6 +73,7 @@ SMOKE = Scale(
     overlap={"late": 0.002, "busy": 0.001, "limit": 1, "many": 2, "repetitions": 1},
     imports=0,
     compile={"operations": 3, "repetitions": 1},
+    trees={"leaves": 3, "nbytes": KB},
     grids={"small": [8, 2]},
     limit=60,
 )
@@ -106,6 +108,7 @@ def parts(scale: Scale, ranks: int, scratch: Path) -> Iterator[Part]:
     yield sweep("loops", names=IN_LOOPS, methods=scale.loop_methods, sizes=scale.loop_sizes, **scale.fine)
     yield Part("memory", "memory.py", {"nbytes": scale.memory}, ranks)
     yield Part("overlap", "overlap.py", scale.overlap)
+    yield Part("trees", "trees.py", {**scale.trees, **scale.fine}, ranks)
     if find_spec("mpi4jax"):
         yield Part("shallow water", "shallow_water_peer.py", {"grids": scale.grids, **scale.fine}, ranks)
     yield sweep("sweep", names=CONTENDERS, methods=scale.methods, sizes=scale.sizes, **scale.coarse)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcomm import JaxComm
+from jaxcomm import JaxComm, halo_exchange
 
 GRAVITY = 9.81  # m/s^2
 DEPTH = 100.0  # of the water at rest, m
@@ -46,19 +46,15 @@ def initial_state(cart, shape):
     return jnp.asarray([eta, 0 * eta, 0 * eta])
 
 
+def beyond_wall(state, axis, side):
+    """Return what takes the place of a neighbour's cells at a wall: the block's mirror image, without flow across it."""
+    start = 0 if side < 0 else state.shape[axis] - 1
+    return jax.lax.slice_in_dim(state, start, start + 1, axis=axis).at[V if axis == 1 else U].set(0)
+
+
 def with_frame(cart, state):
     """Return the block in a frame of one cell: the neighbours' cells, or what takes their place at a wall."""
-    for axis, across in ((1, V), (2, U)):
-        before, after = cart.Shift(axis - 1, 1)
-        first = jax.lax.slice_in_dim(state, 0, 1, axis=axis)
-        last = jax.lax.slice_in_dim(state, -1, None, axis=axis)
-        # At a wall the neighbour is PROC_NULL, and Sendrecv returns recvbuf: our mirror image, without flow across it.
-        mirror = jnp.ones((3, 1, 1), state.dtype).at[across].set(0)
-        from_before = cart.Sendrecv(last, dest=after, recvbuf=first * mirror, source=before)
-        from_after = cart.Sendrecv(first, dest=before, recvbuf=last * mirror, source=after)
-        # What goes along the second axis includes the frame of the first, so the corners arrive, too.
-        state = jnp.concatenate([from_before, state, from_after], axis)
-    return state
+    return halo_exchange(state, cart, axes=(1, 2), mode=beyond_wall)
 
 
 def close_walls(cart, change):

@@ -47,7 +47,7 @@ bridge = Extension(
     [str(NATIVE / "bridge.pyx"), str(NATIVE / "handlers.cpp")],
     depends=["setup.py", *(str(path) for path in sorted(NATIVE.iterdir()) if path.suffix in {".hpp", ".inc"})],
     include_dirs=[str(NATIVE)],
-    extra_compile_args=["-std=c++17", "-O2", "-g0", "-fvisibility=hidden", "-isystem", jaxlib_headers()],
+    extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-isystem", jaxlib_headers()],
     libraries=["dl", "pthread"],
     language="c++",
 )

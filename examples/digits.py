@@ -35,7 +35,7 @@ def initial_parameters(comm, sizes=(64, 64, 10), seed=0):
         (jax.random.normal(key, (n_in, n_out)) * (2 / n_in) ** 0.5, jnp.zeros(n_out))
         for key, n_in, n_out in zip(keys, sizes[:-1], sizes[1:], strict=True)
     ]
-    return jax.tree.map(lambda a: comm.Bcast(a, root=0), params)
+    return comm.Bcast(params, root=0)
 
 
 def logits(params, x):
@@ -63,7 +63,7 @@ def train(comm, steps=300, rate=0.2, momentum=0.9, every=10):
     def step(params, velocity, x, y):
         loss, grads = jax.value_and_grad(summed_loss)(params, x, y)
         # From sums over this rank's images to means over all ranks' images.
-        loss, grads = jax.tree.map(lambda a: comm.Allreduce(a, op=MPI.SUM) / n_train, (loss, grads))
+        loss, grads = jax.tree.map(lambda a: a / n_train, comm.Allreduce((loss, grads), op=MPI.SUM))
         velocity = jax.tree.map(lambda v, g: momentum * v - rate * g, velocity, grads)
         return jax.tree.map(jnp.add, params, velocity), velocity, loss
 

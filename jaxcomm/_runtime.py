@@ -20,7 +20,7 @@ except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where
 
 from jaxcomm._native import bridge
 
-__all__ = ["TAG_UB", "abort_on_exception", "setting"]
+__all__ = ["TAG_UB", "abort_on_exception", "number", "setting"]
 
 
 def setting(name: str) -> bool:
@@ -33,31 +33,41 @@ def setting(name: str) -> bool:
     raise ValueError(f"{name} must be 0 or 1, got {os.environ[name]!r}")
 
 
+def number(name: str, default: int) -> int:
+    """Read an environment variable that is a number, not negative; ValueError for anything else."""
+    value = os.environ.get(name, "").strip()
+    if value and not value.isdecimal():
+        raise ValueError(f"{name} must be a number, not negative, got {os.environ[name]!r}")
+    return int(value or default)
+
+
 def _load() -> None:
     pointers = MPI._sizeof(MPI.Comm) == 8
     bridge.load(MPI.__file__, pointers)
-    source_at, tag_at = _status_layout()
+    size, source_at, tag_at = _status_layout()
     bridge.set_constants(
         in_place=int(MPI.IN_PLACE),
         op_null=MPI._handleof(MPI.OP_NULL),
         any_source=MPI.ANY_SOURCE,
         any_tag=MPI.ANY_TAG,
         proc_null=MPI.PROC_NULL,
+        root=MPI.ROOT,
         tag_ub=TAG_UB,
+        status_bytes=size,
         status_source_at=source_at,
         status_tag_at=tag_at,
     )
 
 
-def _status_layout() -> tuple[int, int]:
-    """Where an MPI_Status keeps source and tag: written by mpi4py, found in its memory."""
+def _status_layout() -> tuple[int, int, int]:
+    """How long an MPI_Status is, and where it keeps source and tag: written by mpi4py, found in its memory."""
     marks = 0x01234567, 0x02345678
     status = MPI.Status()
     status.Set_source(marks[0])
     status.Set_tag(marks[1])
     memory = bytes(status.tomemory())
     source_at, tag_at = (memory.index(mark.to_bytes(4, sys.byteorder)) for mark in marks)
-    return source_at, tag_at
+    return len(memory), source_at, tag_at
 
 
 def _check_thread_level() -> None:
@@ -79,6 +89,10 @@ def _check_thread_level() -> None:
     )
 
 
+# How many milliseconds a send that nobody waits for, and nobody may receive, has before MPI ends.
+PATIENCE = 1000
+
+
 def _leave() -> None:
     """Finish pending work while MPI is still there. Registered last, so it runs before mpi4py and JAX leave."""
     from jaxcomm.token import flush
@@ -89,6 +103,9 @@ def _leave() -> None:
         flush()
     except Exception as error:
         print(f"jaxcomm: an operation that was pending at exit failed: {error}", file=sys.stderr, flush=True)
+    for what in bridge.open_requests():
+        print(f"jaxcomm: a request was never waited for: {what}", file=sys.stderr, flush=True)
+    bridge.leave_requests(PATIENCE)
 
 
 def _leave_before_finalize() -> None:
@@ -123,6 +140,7 @@ _check_thread_level()
 TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 _load()
 bridge.set_debug(setting("JAXCOMM_DEBUG"))
+bridge.set_checking(setting("JAXCOMM_CHECK"))
 if setting("JAXCOMM_ABORT_ON_EXCEPTION"):
     abort_on_exception()
 atexit.register(_leave)

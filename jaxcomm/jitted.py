@@ -34,7 +34,7 @@ for _name, _capsule in bridge.program_capsules().items():
 # computation worth the while beside a message that may come late, as many calls that do nothing make the program large.
 _FILLERS = 9
 _LONG = {"while", "scan", "dot_general", "conv_general_dilated", "sort", "fft"}
-_LATE = {"mpi_recv", "mpi_sendrecv"}
+_LATE = ("mpi_recv", "mpi_sendrecv", "mpi_wait_")
 
 
 def _abstract(*args: Any, jaxpr: Any) -> tuple[list[Any], set[Any]]:
@@ -44,8 +44,10 @@ def _abstract(*args: Any, jaxpr: Any) -> tuple[list[Any], set[Any]]:
 def _lower(context: Any, *args: Any, jaxpr: Any) -> list[Any]:
     end = _compat.constant(np.zeros(END.shape, END.dtype))
     found = _compat.primitives_in(jaxpr)
-    fillers = _FILLERS if found & _LONG and found & _LATE else 0
-    return [end, *_compat.inline(context, args, jaxpr, EFFECT, "jaxcomm_end", ["jaxcomm_nothing"] * fillers)]
+    late = any(name.startswith(_LATE) for name in found)
+    fillers = _FILLERS if late and found & _LONG else 0
+    beside = ["jaxcomm_nothing"] * fillers
+    return [end, *_compat.inline(context, args, jaxpr, EFFECT, "jaxcomm_end", beside, keep="mpi_start_")]
 
 
 def _run(*args: Any, jaxpr: Any) -> list[Any]:

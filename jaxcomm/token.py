@@ -149,6 +149,7 @@ def join(x: Any, *links: Any) -> Any:
 
     Shapes: x (...,), links of any shape; returns x.
     """
+    links = tuple(k for k in links if k.dtype != jax.dtypes.float0)
     return join_p.bind(x, *links) if links else x
 
 
@@ -184,17 +185,22 @@ def _join_batch(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
     return join(x, *links), dims[0] or 0
 
 
-join_p.def_impl(lambda x, *links: own_array(x))
+join_p.def_impl(lambda x, *links: own_array(_compat.as_array(x)))
 join_p.def_abstract_eval(lambda x, *links: x)
-_compat.primitive_jvps[join_p] = _join_jvp
+_compat.register_jvp(join_p, _join_jvp)
 _compat.primitive_transposes[join_p] = _join_transpose
 _compat.primitive_batchers[join_p] = _join_batch
 _compat.register_lowering(join_p, lambda context, x, *links: [x])
 
 
 def own_array(x: Any) -> jax.Array:
-    """Return x as a JAX array that shares no memory with a NumPy array, which its owner may overwrite."""
-    return x if isinstance(x, jax.Array) else jnp.array(x)
+    """Return x as a JAX array that shares no memory with a NumPy array, which its owner may overwrite.
+
+    A float0, which has no data, is always an array of NumPy's.
+    """
+    if isinstance(x, jax.Array) or x.dtype == jax.dtypes.float0:
+        return x  # type: ignore[no-any-return]
+    return jnp.array(x)  # type: ignore[no-any-return]
 
 
 @jax.tree_util.register_pytree_node_class

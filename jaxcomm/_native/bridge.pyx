@@ -7,6 +7,7 @@ from cpython.pycapsule cimport PyCapsule_New
 from cpython.pythread cimport PyThread_get_thread_ident
 from libc.stdint cimport int64_t, uint64_t, uintptr_t
 from libcpp cimport bool as cbool
+from libcpp.pair cimport pair
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
@@ -18,21 +19,26 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
 
     cdef struct Constants:
         void* in_place
-        int any_source, any_tag, proc_null, tag_ub
+        int any_source, any_tag, proc_null, root, tag_ub
         uint64_t op_null
-        size_t status_source_at, status_tag_at
+        size_t status_bytes, status_source_at, status_tag_at
         Count small_count_limit
     Constants constants
 
     cdef cppclass Communicator:
         uint64_t handle, shadow
-        int rank, size
+        int rank, size, peers
+        cbool two_groups
         string name
         cbool freed
+        uint64_t graph, reversed_graph
+        vector[int] in_edges, out_edges
 
     cdef cppclass Reduction:
         const void* handle_at
         string name
+        const void* alive_at
+    void set_raised_ "jaxcomm::set_raised"(int64_t, string) except +
 
     cdef cppclass Datatype:
         uint64_t handle
@@ -51,8 +57,13 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Table[Datatype] datatypes
     int64_t datatype_of_code[64]
 
+    cdef struct List:
+        const int64_t* data
+        size_t size
+
     cdef cppclass Attributes:
         cbool set(string, int64_t)
+        cbool set_list(string, List)
 
     cdef struct Buffer:
         void* data
@@ -63,6 +74,11 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         Buffer operands[16]
         Buffer results[16]
         int n_operands, n_results
+        Attributes attributes
+        Status* status
+
+    cdef cppclass Tree:
+        vector[Buffer] operands, results
         Attributes attributes
         Status* status
 
@@ -82,12 +98,21 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     void* empty_handler()
     string load_mpi(string, cbool)
     cbool has_large_counts "jaxcomm::has_large_counts"()
+    pair[int, int] ffi_version_ "jaxcomm::ffi_version"()
+    cdef cppclass atomic_bool "std::atomic<bool>":
+        cbool load()
+        void store(cbool)
+    atomic_bool checking_ "jaxcomm::checking"
+    void set_small_counts_ "jaxcomm::set_small_counts"(Count)
     void set_debug_ "jaxcomm::set_debug"(cbool)
     vector[Operation] operations()
     int operation_index_ "jaxcomm::operation_index"(string)
     Outcome run_operation(int, Frame&)
+    Outcome run_tree_operation(int, Tree&)
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
+    vector[string] open_requests_ "jaxcomm::open_requests"() except +
+    void leave_requests_ "jaxcomm::leave_requests"(int) except +
 
 cdef extern from "Python.h":
     Py_ssize_t Py_REFCNT(object)
@@ -97,10 +122,18 @@ cdef extern from "Python.h":
 cdef extern from *:
     """
     #include <Python.h>
-    typedef struct { PyObject_HEAD char* data; } JaxcommArrayHead;
+    typedef struct {
+      PyObject_HEAD char* data;
+      int axes;
+      void *dimensions, *strides, *base, *descr;
+      int flags;
+    } JaxcommArrayHead;
+    enum { JAXCOMM_ARRAY_WRITEABLE = 0x0400 };
     """
     ctypedef struct JaxcommArrayHead:
         char* data
+        int flags
+    int JAXCOMM_ARRAY_WRITEABLE
 
 TRACED = -2**63
 """The value of an attribute that is a scalar operand at run time."""
@@ -120,13 +153,14 @@ def load(str library_path, bint handles_are_pointers):
         raise ImportError(error.decode())
 
 
-def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int tag_ub,
-                  size_t status_source_at, size_t status_tag_at):
+def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int root, int tag_ub,
+                  size_t status_bytes, size_t status_source_at, size_t status_tag_at):
     """Tell the native layer what an mpi.h would have told it."""
     constants.in_place = <void*><uintptr_t>(in_place & 0xFFFFFFFFFFFFFFFF)
     constants.op_null = op_null & 0xFFFFFFFFFFFFFFFF
     constants.any_source, constants.any_tag, constants.proc_null = any_source, any_tag, proc_null
-    constants.tag_ub = tag_ub
+    constants.root, constants.tag_ub = root, tag_ub
+    constants.status_bytes = status_bytes
     constants.status_source_at, constants.status_tag_at = status_source_at, status_tag_at
 
 
@@ -137,14 +171,16 @@ def add_datatype(int code, uint64_t handle, int per_element, int itemsize, str n
     datatype_of_code[code] = datatypes.add(row)
 
 
-def add_communicator(uint64_t handle, uint64_t shadow, int rank, int size, str name):
+def add_communicator(uint64_t handle, uint64_t shadow, int rank, int size, int peers, bint two_groups, str name):
     """Return the index by which compiled programs name this communicator.
 
-    `shadow` is a duplicate, or the same handle, for the messages that differentiation adds.
+    `shadow` is a duplicate, or the same handle, for the messages that differentiation adds. `peers` are the ranks of
+    the other group, if there are two.
     """
     cdef Communicator row
     row.shadow = shadow
     row.handle, row.rank, row.size, row.name = handle, rank, size, name.encode()
+    row.peers, row.two_groups = peers, two_groups
     return communicators.add(row)
 
 
@@ -153,16 +189,31 @@ def free_communicator(int64_t index):
     free_communicator_(index)
 
 
+def set_graphs(int64_t index, uint64_t graph, uint64_t reversed_graph, list in_edges, list out_edges):
+    """Say which distributed graphs, with which edges of its topology, a communicator's neighbour collectives use."""
+    communicators.at(index).graph, communicators.at(index).reversed_graph = graph, reversed_graph
+    communicators.at(index).in_edges, communicators.at(index).out_edges = in_edges, out_edges
+
+
 def rename_communicator(int64_t index, str name):
     """Use `name` in messages from now on."""
     communicators.at(index).name = name.encode()
 
 
-def add_reduction(uintptr_t handle_at, str name):
-    """Return the index by which compiled programs name the MPI operation whose handle is kept at an address."""
+def add_reduction(uintptr_t handle_at, str name, uintptr_t alive_at=0):
+    """Return the index by which compiled programs name the MPI operation whose handle is kept at an address.
+
+    `alive_at` is where the user's operation keeps its handle, if this one calls that.
+    """
     cdef Reduction row
+    row.alive_at = <const void*>alive_at
     row.handle_at, row.name = <const void*>handle_at, name.encode()
     return reductions.add(row)
+
+
+def set_raised(int64_t index, str text):
+    """Say that a user's operation has raised an exception: the call that it was called by fails."""
+    set_raised_(index, text.encode())
 
 
 def add_own_reduction(str name, str dtype):
@@ -180,9 +231,40 @@ def add_site(int64_t number, str text):
     sites.add(number, text.encode())
 
 
+def open_requests():
+    """Return what was started and never waited for, in words."""
+    return [text.decode() for text in open_requests_()]
+
+
+def leave_requests(int milliseconds):
+    """Cancel the receives that nobody waits for, and give the rest some time to end."""
+    with nogil:
+        leave_requests_(milliseconds)
+
+
 def large_counts():
     """Whether the MPI library has the large-count functions of MPI 4."""
     return has_large_counts()
+
+
+def checking():
+    """Whether ranks tell each other what they are about to do, before each collective."""
+    return checking_.load()
+
+
+def set_checking(cbool on):
+    """Turn checking mode on or off."""
+    checking_.store(on)
+
+
+def ffi_version():
+    """The version of XLA's FFI that this was built with: major, minor."""
+    return ffi_version_()
+
+
+def set_small_counts(Count limit):
+    """Do without the large-count functions, with at most so many elements a call; 0 for what is usual. For tests."""
+    set_small_counts_(limit)
 
 
 def set_debug(bint on):
@@ -208,11 +290,24 @@ def operation_index(str name):
     return index
 
 
+cdef set_attributes(Attributes* into, vector[vector[int64_t]]* lists, dict given):
+    """Set {name: int or tuple of int}; `lists` keeps what the attributes point to."""
+    cdef List view
+    for name, value in given.items():
+        if isinstance(value, tuple):
+            lists.push_back(value)  # moves the vectors, not what they hold
+            view.data, view.size = lists.back().data(), lists.back().size()
+            into.set_list((<str>name).encode(), view)
+        else:
+            into.set((<str>name).encode(), value)
+
+
 cdef class Plan:
     """An operation with everything but the buffers: what the eager path keeps for the next call of the same kind."""
 
     cdef Frame frame
     cdef int operation
+    cdef vector[vector[int64_t]] lists  # what the frame's attributes point to
 
     def __init__(self, int operation, list operands, list results, dict attributes):
         """Prepare.
@@ -220,7 +315,7 @@ cdef class Plan:
         Args:
           operation: from operation_index.
           operands, results: for each array its number of elements and XLA's element type.
-          attributes: {name: int}.
+          attributes: {name: int or tuple of int}.
         """
         cdef int i
         self.operation = operation
@@ -229,8 +324,7 @@ cdef class Plan:
             self.frame.operands[i].elements, self.frame.operands[i].code = elements, code
         for i, (elements, code) in enumerate(results):
             self.frame.results[i].elements, self.frame.results[i].code = elements, code
-        for name, value in attributes.items():
-            self.frame.attributes.set((<str>name).encode(), value)
+        set_attributes(&self.frame.attributes, &self.lists, attributes)
 
     def run(self, list operands, list results, uintptr_t status):
         """Run on C-contiguous NumPy arrays, with the GIL released.
@@ -251,6 +345,42 @@ cdef class Plan:
         frame.status = <Status*>status
         with nogil:
             outcome = run_operation(self.operation, frame)
+        if outcome.code != 0:
+            raise NativeError(outcome.code, outcome.message.decode())
+
+
+cdef class TreePlan:
+    """As Plan, for an operation on any number of leaves."""
+
+    cdef Tree tree
+    cdef int operation
+    cdef vector[vector[int64_t]] lists  # as Plan's
+
+    def __init__(self, int operation, list operands, list results, dict attributes):
+        """Prepare, as Plan."""
+        cdef Buffer buffer
+        self.operation = operation
+        buffer.data = NULL
+        for elements, code in operands:
+            buffer.elements, buffer.code = elements, code
+            self.tree.operands.push_back(buffer)
+        for elements, code in results:
+            buffer.elements, buffer.code = elements, code
+            self.tree.results.push_back(buffer)
+        set_attributes(&self.tree.attributes, &self.lists, attributes)
+
+    def run(self, list operands, list results, uintptr_t status):
+        """Run, as Plan."""
+        cdef Tree tree = self.tree
+        cdef Outcome outcome
+        cdef size_t i
+        for i in range(tree.operands.size()):
+            tree.operands[i].data = (<JaxcommArrayHead*><void*>operands[i]).data
+        for i in range(tree.results.size()):
+            tree.results[i].data = (<JaxcommArrayHead*><void*>results[i]).data
+        tree.status = <Status*>status
+        with nogil:
+            outcome = run_tree_operation(self.operation, tree)
         if outcome.code != 0:
             raise NativeError(outcome.code, outcome.message.decode())
 
@@ -341,20 +471,28 @@ cdef object _sharding = None
 cdef int _most_shortcuts = 4096
 
 
-def set_eager(*, array_type, op_type, numpy_type, x64, put, empty, kept, failed, device, sharding):
-    """Say what shortcuts need to know of JAX, NumPy and mpi4py.
+def set_kinds(*, array_type, op_type, numpy_type, x64):
+    """Say what shortcuts need to know of arguments.
 
     Args:
       array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
       x64: has a `value` that is true when 64 bits are enabled.
+    """
+    global _array_type, _op_type, _numpy_type, _x64
+    _array_type, _op_type, _numpy_type, _x64 = array_type, op_type, numpy_type, x64
+
+
+def set_eager(*, put, empty, kept, failed, device, sharding):
+    """Say what shortcuts need to know of results.
+
+    Args:
       put: (aval, sharding, [x], [device], committed) -> JAX array.
       empty: aval -> NumPy array, aligned as `put` needs it to be to use its memory.
       kept: how many bytes a shortcut may keep for further results.
       failed: (code, message) -> exception. device, sharding: where results go.
     """
-    global _array_type, _op_type, _numpy_type, _x64, _put, _empty, _kept, _failed, _device, _sharding
-    _array_type, _op_type, _numpy_type, _x64, _put, _empty = array_type, op_type, numpy_type, x64, put, empty
-    _kept, _failed, _device, _sharding = kept, failed, [device], sharding
+    global _put, _empty, _kept, _failed, _device, _sharding
+    _put, _empty, _kept, _failed, _device, _sharding = put, empty, kept, failed, [device], sharding
 
 
 cdef class Shortcut:
@@ -386,6 +524,16 @@ cdef class Shortcut:
             self.most = min(64, _kept // max(size, 1))
 
 
+cdef class HostCall:
+    """A call that is mpi4py's own."""
+
+    cdef object method, keep
+
+    def __init__(self, method, keep):
+        """Prepare. keep: what must live as long as this, since keys have its address."""
+        self.method, self.keep = method, keep
+
+
 cdef class Shortcuts:
     """Those of one method, by the kind of its arguments."""
 
@@ -394,18 +542,17 @@ cdef class Shortcuts:
     def __init__(self):
         self.known = {}
 
-    def learn(self, comm, tuple args, dict kwargs, Shortcut shortcut):
-        """Remember how to do what was just done with these arguments."""
+    def learn(self, comm, tuple args, dict kwargs, how):
+        """Remember how to do what was just done with these arguments: a Shortcut or a HostCall."""
         key = _key(comm, args, kwargs, [])
         if key is not None:
             if len(self.known) >= _most_shortcuts:
                 self.known.clear()
-            self.known[key] = shortcut
+            self.known[key] = how
 
     def run(self, comm, tuple args, dict kwargs):
         """Do a call that is known and return what the method returns, or MISSED."""
         cdef list arrays = []
-        cdef Shortcut known
         if not _quiet():
             return MISSED
         key = _key(comm, args, kwargs, arrays)
@@ -414,6 +561,8 @@ cdef class Shortcuts:
         known = self.known.get(key)
         if known is None or communicators.at(key[0]).freed:
             return MISSED
+        if type(known) is HostCall:
+            return (<HostCall>known).method(comm, *args, **kwargs)
         return _run_shortcut(known, arrays)
 
 
@@ -445,12 +594,18 @@ cdef bint _add_to_key(list key, value, list arrays) except -1:
     elif kind is _numpy_type:
         key.append(value.shape)
         key.append(value.dtype)
+        key.append((<JaxcommArrayHead*><void*>value).flags & JAXCOMM_ARRAY_WRITEABLE)  # else it is only a template
         key.append(_x64.value)
         arrays.append(value)
     elif kind is _op_type:
         key.append(<uintptr_t><void*>value)
     elif kind is int or kind is bool or value is None:
         key.append(value)
+    elif kind is list or kind is tuple:  # counts
+        for item in value:
+            if type(item) is not int:
+                return False
+        key.append(tuple(value))
     else:
         return False
     return True

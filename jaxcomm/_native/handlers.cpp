@@ -13,8 +13,8 @@
 namespace jaxcomm {
 namespace {
 
-Mpi<int> int_mpi;
-Mpi<void*> pointer_mpi;
+Mpi<int>& int_mpi = loaded<int>;
+Mpi<void*>& pointer_mpi = loaded<void*>;
 bool handles_are_pointers = false;
 bool debug = false;
 
@@ -37,9 +37,32 @@ const Mpi<H>& mpi() {
     }                                              \
   };
 #define PATIENT(row, start, finish)
+#define LATER(row, start)
 #include "ops.inc"
 #undef OP
 #undef PATIENT
+#undef LATER
+
+// One for each nonblocking form, which hands over to a request.
+#define OP(row, operands, call)
+#define PATIENT(row, start, finish)
+#define LATER(row, start)                                         \
+  struct start_##row##_op {                                       \
+    static constexpr const char* name = "i" #row;                 \
+    static constexpr int data_operands = row##_op::data_operands; \
+    template <class H>                                            \
+    static int begin([[maybe_unused]] Call<H>& c) {               \
+      return start;                                               \
+    }                                                             \
+    template <class H>                                            \
+    static int run(Call<H>& c) {                                  \
+      return c.template start_later<start_##row##_op>();          \
+    }                                                             \
+  };
+#include "ops.inc"
+#undef OP
+#undef PATIENT
+#undef LATER
 
 // One more for each that works in two steps.
 template <class Op>
@@ -60,9 +83,16 @@ struct Steps {
       return c.failed() != 0 ? c.failed() : second; \
     }                                               \
   };
+#define LATER(row, start)
 #include "ops.inc"
 #undef OP
 #undef PATIENT
+#undef LATER
+
+template <class Op, class = void>
+inline constexpr bool is_start = false;
+template <class Op>
+inline constexpr bool is_start<Op, std::void_t<decltype(&Op::template begin<int>)>> = true;
 
 using Clock = std::chrono::steady_clock;
 
@@ -99,10 +129,13 @@ template <class Op, class H>
 Outcome run_call(Call<H>& call) {
   return attempt(call, [&call] {
     call.check_alive();
+    if constexpr (!is_start<Op>) call.check_order();
     const std::string what = debug ? call.describe() : "";
     if (debug) log(what, "begins", -1);
+    if (checking.load(std::memory_order_relaxed)) call.check_agreement(significance(Op::name));
     const auto start = Clock::now();
     const int code = Op::template run<H>(call);
+    if constexpr (!is_start<Op>) call.check_op();
     if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
     return code;
   });
@@ -132,6 +165,15 @@ Outcome run(Frame& frame) {
   return with_call<Op>(frame, [](auto& call) { return run_call<Op>(call); });
 }
 
+template <class Op>
+Outcome run_leaves(Tree& tree) {
+  try {
+    return run_tree(tree, Op::data_operands, [](Frame& frame) { return run<Op>(frame); });
+  } catch (const std::exception& error) {
+    return {Failure::kNotFromMpi, std::string(Op::name) + ": " + error.what()};
+  }
+}
+
 // XLA's side
 
 int append(Buffer* into, const XLA_FFI_Buffer& buffer) {
@@ -142,6 +184,27 @@ int append(Buffer* into, const XLA_FFI_Buffer& buffer) {
   return 1;
 }
 
+bool set_attribute(Attributes& attributes, std::string_view name, XLA_FFI_AttrType type, const void* value) {
+  if (type == XLA_FFI_AttrType_SCALAR) {
+    const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(value);
+    return scalar.dtype == XLA_FFI_DataType_S64 &&
+           attributes.set(name, *static_cast<const std::int64_t*>(scalar.value));
+  }
+  if (type != XLA_FFI_AttrType_ARRAY) return false;
+  const auto& list = *static_cast<const XLA_FFI_Array*>(value);
+  return list.dtype == XLA_FFI_DataType_S64 &&
+         attributes.set_list(name, {static_cast<const std::int64_t*>(list.data), list.size});
+}
+
+Outcome read_attributes(const XLA_FFI_CallFrame& call, Attributes& attributes) {
+  for (std::int64_t i = 0; i < call.attrs.size; ++i) {
+    const std::string_view name(call.attrs.names[i]->ptr, call.attrs.names[i]->len);
+    if (!set_attribute(attributes, name, call.attrs.types[i], call.attrs.attrs[i]))
+      return {Failure::kNotFromMpi, "unknown attribute " + std::string(name)};
+  }
+  return {};
+}
+
 Outcome read(const XLA_FFI_CallFrame& call, Frame& frame) {
   if (call.args.size > kMostBuffers || call.rets.size > kMostBuffers)
     return {Failure::kNotFromMpi, "too many operands or results"};
@@ -150,14 +213,19 @@ Outcome read(const XLA_FFI_CallFrame& call, Frame& frame) {
         append(frame.operands + frame.n_operands, *static_cast<const XLA_FFI_Buffer*>(call.args.args[i]));
   for (std::int64_t i = 0; i < call.rets.size; ++i)
     frame.n_results += append(frame.results + frame.n_results, *static_cast<const XLA_FFI_Buffer*>(call.rets.rets[i]));
-  for (std::int64_t i = 0; i < call.attrs.size; ++i) {
-    const auto& scalar = *static_cast<const XLA_FFI_Scalar*>(call.attrs.attrs[i]);
-    const std::string_view name(call.attrs.names[i]->ptr, call.attrs.names[i]->len);
-    if (call.attrs.types[i] != XLA_FFI_AttrType_SCALAR || scalar.dtype != XLA_FFI_DataType_S64 ||
-        !frame.attributes.set(name, *static_cast<const std::int64_t*>(scalar.value)))
-      return {Failure::kNotFromMpi, "unknown attribute " + std::string(name)};
-  }
-  return {};
+  return read_attributes(call, frame.attributes);
+}
+
+Outcome read(const XLA_FFI_CallFrame& call, Tree& tree) {
+  const auto append_all = [](std::vector<Buffer>& into, std::int64_t count, void* const* buffers) {
+    for (std::int64_t i = 0; i < count; ++i) {
+      Buffer buffer;
+      if (append(&buffer, *static_cast<const XLA_FFI_Buffer*>(buffers[i])) > 0) into.push_back(buffer);
+    }
+  };
+  append_all(tree.operands, call.args.size, call.args.args);
+  append_all(tree.results, call.rets.size, call.rets.rets);
+  return read_attributes(call, tree.attributes);
 }
 
 // XLA asks each handler once which version of the interface it was built with.
@@ -184,7 +252,11 @@ constexpr auto kBetweenTests = std::chrono::microseconds(20);
 
 template <class Op, class H>
 Outcome finish(Call<H>& call) {
-  return attempt(call, [&call] { return Steps<Op>::template finish<H>(call); });
+  return attempt(call, [&call] {
+    const int code = Steps<Op>::template finish<H>(call);
+    call.check_op();
+    return code;
+  });
 }
 
 template <class H>
@@ -213,6 +285,7 @@ template <class Op, class H>
 Outcome run_patiently(XLA_FFI_CallFrame& xla, const Frame& frame, Call<H>& call) {
   const Outcome started = attempt(call, [&call] {
     call.check_alive();
+    call.check_order();
     return Steps<Op>::template start<H>(call);
   });
   if (started.code != 0) return started;
@@ -250,6 +323,15 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* call) {
   return as_ffi_error(*call->api, outcome);
 }
 
+template <class Op>
+XLA_FFI_Error* tree_handler(XLA_FFI_CallFrame* call) {
+  if (answers_metadata(*call)) return nullptr;
+  Tree tree;
+  Outcome outcome = read(*call, tree);
+  if (outcome.code == 0) outcome = run_leaves<Op>(tree);
+  return as_ffi_error(*call->api, outcome);
+}
+
 XLA_FFI_Error* do_nothing(XLA_FFI_CallFrame* call) {
   answers_metadata(*call);
   return nullptr;
@@ -265,17 +347,42 @@ using Runner = Outcome (*)(Frame&);
 constexpr Runner runners[] = {
 #define OP(row, ...) &run<row##_op>,
 #define PATIENT(...)
+#define LATER(...)
+#include "ops.inc"
+#undef OP
+#undef LATER
+#define OP(...)
+#define LATER(row, ...) &run<start_##row##_op>,
 #include "ops.inc"
 #undef OP
 #undef PATIENT
+#undef LATER
+};
+
+using TreeRunner = Outcome (*)(Tree&);
+constexpr TreeRunner tree_runners[] = {
+#define OP(row, ...) &run_leaves<row##_op>,
+#define PATIENT(...)
+#define LATER(...)
+#include "ops.inc"
+#undef OP
+#undef PATIENT
+#undef LATER
 };
 
 template <class H>
-void free_reversed(Communicator& communicator) {
-  if (!communicator.has_reversed) return;
-  H handle = handle_as<H>(communicator.reversed);
+void free_made(std::uint64_t made, bool& there) {
+  if (!there) return;
+  H handle = handle_as<H>(made);
   mpi<H>().Comm_free(&handle);
-  communicator.has_reversed = false;
+  there = false;
+}
+
+template <class H>
+void free_made(Communicator& communicator) {
+  free_made<H>(communicator.reversed, communicator.has_reversed);
+  free_made<H>(communicator.folds, communicator.has_folds);
+  free_made<H>(communicator.checks, communicator.has_checks);
 }
 
 template <class H>
@@ -296,9 +403,21 @@ std::vector<Operation> operations() {
   return {
 #define OP(row, ...) {#row, reinterpret_cast<void*>(&handler<row##_op>)},
 #define PATIENT(...)
+#define LATER(...)
+#include "ops.inc"
+#undef OP
+#undef LATER
+#define OP(...)
+#define LATER(row, ...) {"start_" #row, reinterpret_cast<void*>(&handler<start_##row##_op>)},
+#include "ops.inc"
+#undef OP
+#undef LATER
+#define OP(row, ...) {"tree_" #row, reinterpret_cast<void*>(&tree_handler<row##_op>)},
+#define LATER(...)
 #include "ops.inc"
 #undef OP
 #undef PATIENT
+#undef LATER
   };
 }
 
@@ -311,6 +430,8 @@ int operation_index(const std::string& name) {
 
 Outcome run_operation(int operation, Frame& frame) { return runners[operation](frame); }
 
+Outcome run_tree_operation(int operation, Tree& tree) { return tree_runners[operation](tree); }
+
 std::string load_mpi(const std::string& library_path, bool pointers) {
   void* handle = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (handle == nullptr) return "mpi4py's extension module " + library_path + " is not loaded";
@@ -320,19 +441,41 @@ std::string load_mpi(const std::string& library_path, bool pointers) {
   return missing.empty() ? "" : "the MPI library lacks" + missing;
 }
 
+void set_small_counts(Count limit) {
+  constants.small_counts_only = limit > 0;
+  constants.small_count_limit = limit > 0 ? limit : std::numeric_limits<int>::max();
+}
+
 bool has_large_counts() { return handles_are_pointers ? pointer_mpi.has_large_counts() : int_mpi.has_large_counts(); }
 
 void set_debug(bool on) { debug = on; }
+
+std::pair<int, int> ffi_version() { return {XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR}; }
 
 std::int64_t add_own_reduction(const std::string& name, const std::string& dtype) {
   Combiner* combine = combiner(name, dtype);
   return reductions.add({handles_are_pointers ? make_operation<void*>(combine) : make_operation<int>(combine), name});
 }
 
+void set_raised(std::int64_t index, const std::string& what) {
+  Reduction& reduction = reductions.at(index);
+  const std::lock_guard lock(raised_mutex);
+  reduction.raised = what;
+}
+
 void free_communicator(std::int64_t index) {
   Communicator& communicator = communicators.at(index);
   communicator.freed = true;
-  handles_are_pointers ? free_reversed<void*>(communicator) : free_reversed<int>(communicator);
+  handles_are_pointers ? free_made<void*>(communicator) : free_made<int>(communicator);
+}
+
+std::vector<std::string> open_requests() {
+  return handles_are_pointers ? requests<void*>().open() : requests<int>().open();
+}
+
+void leave_requests(int milliseconds) {
+  const std::chrono::milliseconds patience(milliseconds);
+  handles_are_pointers ? requests<void*>().leave(patience) : requests<int>().leave(patience);
 }
 
 }  // namespace jaxcomm

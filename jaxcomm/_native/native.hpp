@@ -4,15 +4,19 @@
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "call.hpp"
+#include "checks.hpp"
 #include "reduce_ops.hpp"
+#include "requests.hpp"
+#include "trees.hpp"
 
 namespace jaxcomm {
 
 struct Outcome {
-  int code = 0;  // 0, an MPI error code, or Failure::kNotFromMpi
+  int code = 0;  // 0, an MPI error code, or one of Failure's
   std::string message;
 };
 
@@ -29,13 +33,23 @@ void* empty_handler();  // one that does nothing
 // Loads the entry points from an MPI that is in the process already. Returns an error message, or "".
 std::string load_mpi(const std::string& library_path, bool handles_are_pointers);
 bool has_large_counts();
+// Do without the large-count functions, with at most so many elements a call; 0 for what is usual. For tests.
+void set_small_counts(Count limit);
 void set_debug(bool on);
-std::vector<Operation> operations();  // one per row of ops.inc
+// The version of XLA's interface that this was built with.
+std::pair<int, int> ffi_version();
+std::vector<Operation> operations();  // one per OP of ops.inc, one per LATER, one per OP for trees
 int operation_index(const std::string& name);
 // Runs one operation on buffers that the caller owns: the eager path. `frame.operation` is filled in.
 Outcome run_operation(int operation, Frame& frame);
+Outcome run_tree_operation(int operation, Tree& tree);
 // Makes a commutative MPI operation of reduce_ops.hpp and returns its row of the table; throws Failure.
 std::int64_t add_own_reduction(const std::string& name, const std::string& dtype);
+// Makes the call fail that a user's operation is called by.
+void set_raised(std::int64_t index, const std::string& what);
 void free_communicator(std::int64_t index);
+// What was started and never waited for, in words; and the end of it, as far as it can be had within some time.
+std::vector<std::string> open_requests();
+void leave_requests(int milliseconds);
 
 }  // namespace jaxcomm

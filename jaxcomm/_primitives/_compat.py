@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, array, config, core, dispatch, effects, source_info_util
+from jax._src import ad_checkpoint, array, config, core, dispatch, effects, literals, source_info_util
 from jax._src.interpreters import ad, batching, mlir
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax.control_flow import loops
@@ -32,6 +32,8 @@ for _name, _version in (("jax", jax.__version_info__), ("jaxlib", jaxlib_version
         )
 
 Array = jax.Array
+# The last is what NumPy arrays become in a jaxpr: it is no jax.Array and has no hash.
+ARRAYS = (jax.Array, np.ndarray, literals.TypedNdArray)
 ArrayImpl = array.ArrayImpl
 enable_x64 = config.enable_x64
 # JAX's internals are untyped to a type checker (follow_imports = "skip"), so these are aliases of Any there.
@@ -43,7 +45,6 @@ Tracer = core.Tracer
 Zero = ad.Zero
 instantiate_zeros = ad.instantiate_zeros
 is_undefined_primal = ad.is_undefined_primal
-primitive_jvps = ad.primitive_jvps
 primitive_transposes = ad.primitive_transposes
 primitive_batchers = batching.primitive_batchers
 runtime_tokens = dispatch.runtime_tokens
@@ -54,6 +55,7 @@ trace_context = (core.trace_ctx, "trace") if _state is None else (_state, "value
 RuntimeToken: TypeAlias = core.Token
 
 __all__ = [
+    "ARRAYS",
     "Array",
     "ArrayImpl",
     "Effect",
@@ -64,6 +66,7 @@ __all__ = [
     "Zero",
     "abstract_operand",
     "allow_everywhere",
+    "as_array",
     "call_site",
     "constant",
     "custom_call",
@@ -77,20 +80,23 @@ __all__ = [
     "instantiate_zeros",
     "is_undefined_primal",
     "keep_under_checkpoint",
+    "key_words",
     "lower_as",
+    "lower_here",
     "must_stay",
     "no_trace",
     "order_by",
     "primitive_batchers",
-    "primitive_jvps",
     "primitive_transposes",
     "primitives_in",
     "put",
+    "register_jvp",
     "register_lowering",
     "run",
     "runtime_tokens",
     "trace_context",
     "tracing",
+    "wrap_key",
 ]
 
 
@@ -282,6 +288,17 @@ def call_site(context: Any) -> tuple[str, str] | None:
     return None
 
 
+def calling_site() -> tuple[str, str] | None:
+    """As call_site, of the call that is being made."""
+    frame = inspect.currentframe()
+    while frame is not None and not source_info_util.is_user_filename(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    file, function, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
+    return f"{os.path.basename(file)}:{function}+{line - frame.f_code.co_firstlineno}", f"{file}:{line} ({function})"
+
+
 def register_lowering(
     primitive: Any, rule: Callable[..., Any], platform: str | None = None, cacheable: bool = True
 ) -> None:
@@ -294,9 +311,16 @@ def register_lowering(
     mlir.register_lowering(primitive, rule, platform=platform, cacheable=cacheable)
 
 
-def lower_as(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a lowering rule that runs `function` on the operands."""
-    return mlir.lower_fun(function, multiple_results=False)  # type: ignore[no-any-return]
+def lower_as(function: Callable[..., Any], several: bool = False) -> Callable[..., Any]:
+    """Return a lowering rule that runs `function` on the operands; it returns one result, or several."""
+    return mlir.lower_fun(function, multiple_results=several)  # type: ignore[no-any-return]
+
+
+def lower_here(context: Any, function: Callable[..., Any], x: Any, aval: ShapedArray, out: ShapedArray) -> Any:
+    """Emit a pure function of one array in a rule of another primitive."""
+    nothing = mlir.TokenSet()
+    inner = context.replace(avals_in=[aval], avals_out=[out], tokens_in=nothing, tokens_out=None)
+    return mlir.lower_fun(function, multiple_results=False)(inner, x)[0]
 
 
 def devices_of(context: Any) -> int:
@@ -313,18 +337,17 @@ def custom_call(
     operands: Sequence[Any],
     result_avals: Sequence[ShapedArray],
     effect: Effect,
-    attributes: dict[str, int],
+    attributes: dict[str, int | tuple[int, ...]],
     aliases: dict[int, int],
 ) -> list[Any]:
     """Emit a side-effecting custom call on the effect's token chain; return its results without the token."""
     token = context.tokens_in.get(effect)
-    integer = ir.IntegerType.get_signless(64)
     types_ = [_ir_type(context, a) for a in result_avals]
     call = mlir.custom_call(
         target,
         result_types=[*types_, mlir.token_type()],
         operands=[*operands, token],
-        backend_config={k: ir.IntegerAttr.get(integer, v) for k, v in attributes.items()},
+        backend_config={k: _ir_attribute(v) for k, v in attributes.items()},
         has_side_effect=True,
         api_version=4,
         operand_output_aliases=aliases,
@@ -334,6 +357,12 @@ def custom_call(
     *results, token = call.results
     context.set_tokens_out(context.tokens_in.update_tokens(mlir.TokenSet({effect: token})))
     return list(results)
+
+
+def _ir_attribute(value: int | tuple[int, ...]) -> Any:
+    if isinstance(value, tuple):
+        return ir.DenseI64ArrayAttr.get(value)
+    return ir.IntegerAttr.get(ir.IntegerType.get_signless(64), value)
 
 
 # JAX 0.8 had no context here.
@@ -357,28 +386,50 @@ def primitives_in(jaxpr: Any) -> set[str]:
     return found.union(*(primitives_in(sub) for eqn in inner.eqns for sub in core.jaxprs_in_params(eqn.params)))
 
 
+def _with_results_of(closed: Any, prefix: str) -> Any:
+    """A closed jaxpr that also returns the results of some primitives, in its uppermost level."""
+    jaxpr = closed.jaxpr
+    more = [v for eqn in jaxpr.eqns if eqn.primitive.name.startswith(prefix) for v in eqn.outvars]
+    more = [v for v in more if not isinstance(v, core.DropVar)]
+    if not more:
+        return closed
+    debug_info = jaxpr.debug_info.with_unknown_names()
+    return closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *more], debug_info=debug_info))
+
+
 def inline(
-    context: Any, operands: Sequence[Any], jaxpr: Any, effect: Effect, end: str, beside: Sequence[str] = ()
+    context: Any,
+    operands: Sequence[Any],
+    jaxpr: Any,
+    effect: Effect,
+    end: str,
+    beside: Sequence[str] = (),
+    keep: str = "",
 ) -> list[Any]:
     """Emit a closed jaxpr in a rule whose first result is not its own.
 
-    Its order by `effect` begins here, and ends with a call of the target `end`. The targets `beside` are called at any time.
+    Its order by `effect` begins here, and ends with a call of the target `end`. The targets `beside` are called at any time;
+    what primitives whose names begin with `keep` have made lasts as long.
     """
     ordered = effects.ordered_effects.filter_in(jaxpr.effects)
     fresh = mlir.TokenSet.create([e for e in ordered if e == effect])
     given = {e: fresh.get(e) if e == effect else context.tokens_in.get(e) for e in ordered}
+    n_results = len(jaxpr.out_avals)
+    if beside:
+        jaxpr = _with_results_of(jaxpr, keep)
     inner = context.replace(
-        avals_out=context.avals_out[1:],
+        avals_out=jaxpr.out_avals,
         tokens_in=mlir.TokenSet(given),
         tokens_out=None,
     )
     # From inside, an argument that is given away cannot be told from one that is not.
     name = PROGRAM if all(map(must_stay, operands)) else f"giving_{PROGRAM}"
     results = mlir.core_call_lowering(inner, *operands, name=name, call_jaxpr=jaxpr)
+    kept, results = results[n_results:], results[:n_results]
     last = inner.tokens_out if effect in given else mlir.TokenSet.create([effect])
     # Where something runs beside, the end is the end of it all: XLA gives the memory of what has ended, even a token's, to
     # what comes later in its schedule, which then would have to wait for it.
-    awaited = results if beside else []
+    awaited = [*results, *kept] if beside else []
     custom_call(inner.replace(tokens_in=last, tokens_out=None), end, awaited, [], effect, {}, {})
     for target in beside:
         mlir.custom_call(target, result_types=[], operands=[], backend_config={}, has_side_effect=True, api_version=4)
@@ -423,9 +474,34 @@ def _row_major(type_: Any) -> tuple[int, ...]:
 # Values
 
 
+def as_array(x: Any) -> Any:
+    """Return a Python number as an array: JAX hands over what users gave to jax.jvp, or to what jax.linearize returns."""
+    return x if hasattr(x, "dtype") else jax.numpy.asarray(x)
+
+
+def register_jvp(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the jvp rule of a primitive. In jax.jvp a primal may be a Python number; the rule gets arrays."""
+
+    def on_arrays(primals: Sequence[Any], tangents: Sequence[Any], /, **params: Any) -> Any:
+        moving = [d if type(d) is Zero else as_array(d) for d in tangents]
+        return rule(list(map(as_array, primals)), moving, **params)
+
+    ad.primitive_jvps[primitive] = on_arrays
+
+
 def abstract_operand(x: Any) -> ShapedArray:
     """Return the abstract value of an operand of a transpose rule, be it linear or not."""
     return x.aval if is_undefined_primal(x) else core.typeof(x)
+
+
+def key_words(aval: ShapedArray) -> ShapedArray:
+    """The shape and dtype of the words of typed PRNG keys."""
+    return core.physical_aval(aval)
+
+
+def wrap_key(words: Any, dtype: Any) -> Any:
+    """Return the typed PRNG keys of some words."""
+    return jax.random.wrap_key_data(words, impl=dtype._impl)
 
 
 def device_array(x: Any, aval: ShapedArray, sharding: Any, device: Any, committed: bool) -> Array:

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from jaxcomm._primitives.op import Params
+from typing import Any
 
-__all__ = ["backwards", "keep", "pick", "send_back", "take_back", "turn"]
+from jaxcomm._primitives.op import STANDARD, Params
+
+__all__ = [
+    "along_edges",
+    "backwards",
+    "exchanged",
+    "keep",
+    "pick",
+    "send_back",
+    "sum_over_edges",
+    "sum_over_ranks",
+    "take_back",
+    "turn",
+]
 
 
 def keep(params: Params) -> Params:
@@ -26,6 +39,26 @@ def backwards(params: Params) -> Params:
     return params | {"reverse": not params["reverse"]}
 
 
+def exchanged(params: Params) -> Params:
+    """As many rows to each rank as came from it, and the other way round."""
+    return params | {"sendcounts": params["recvcounts"], "recvcounts": params["sendcounts"]}
+
+
+def along_edges(params: Params) -> Params:
+    """The same against the direction of the edges: what went to each comes from it."""
+    return exchanged(params) | {"reverse": not params["reverse"]}
+
+
+def sum_over_edges(params: Params, back: Any, like: Any) -> Any:
+    """The sum of what comes from the neighbours that all got the same."""
+    return back.reshape(len(params["sendcounts"]), *like.shape).sum(axis=0)
+
+
+def sum_over_ranks(params: Params, back: Any, like: Any) -> Any:
+    """The sum of what comes from all ranks of the other group, which all got the same."""
+    return back.sum(axis=0)
+
+
 def take_back(params: Params) -> Params:
     """A receive of the cotangent from where the message went."""
     return {
@@ -43,7 +76,7 @@ def send_back(params: Params) -> Params:
         "dest": params["source"],
         "sendtag": params["recvtag"],
         "count": params["received"],
-        "synchronous": False,
+        "mode": STANDARD,
         "shadow": True,
     }
 
@@ -51,5 +84,5 @@ def send_back(params: Params) -> Params:
 def turn(params: Params) -> Params:
     """Both, for a message each way."""
     back = send_back(params)
-    del back["synchronous"]
-    return back | take_back(params)
+    del back["mode"]
+    return back | take_back(params) | {"fold": params["fold"]}

@@ -7,11 +7,16 @@ differentiation. With that, every linear operation and its adjoint are exact map
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from mpi4py import MPI
+
 __all__ = [
+    "BUFFERED",
+    "STANDARD",
+    "SYNCHRONOUS",
     "TRACEABLE",
     "TRACED",
     "Adjoint",
@@ -24,17 +29,22 @@ __all__ = [
     "not_first",
     "not_last",
     "the_root",
+    "with_the_root",
 ]
 
 Params = dict[str, Any]
-Lead = Literal["size"] | None
+Lead = Literal["size", "part", "counts", "sendcounts", "recvcounts"] | None
 Who = Callable[[Any, Params], bool]
 
 TRACED: Final = "traced"
 """The value of a parameter that is a scalar operand."""
 
-TRACEABLE: Final = ("dest", "source", "sendtag", "recvtag", "count", "received")
+TRACEABLE: Final = ("dest", "source", "sendtag", "recvtag", "count", "received", "message")
 """The parameters that may be traced, in the order of their operands (the order of attributes.inc)."""
+
+
+STANDARD, SYNCHRONOUS, BUFFERED = range(3)
+"""How a send is done, its parameter `mode`: as in call.hpp."""
 
 
 def everyone(comm: Any, params: Params) -> bool:
@@ -46,7 +56,13 @@ def nobody(comm: Any, params: Params) -> bool:
 
 
 def the_root(comm: Any, params: Params) -> bool:
-    return bool(comm.rank == params["root"])
+    """MPI 4.1, 6.2.3: of two groups, the root's knows it as MPI.ROOT, the others there say PROC_NULL."""
+    return bool(params["root"] == MPI.ROOT if comm.two_groups else comm.rank == params["root"])
+
+
+def with_the_root(comm: Any, params: Params) -> bool:
+    """Those that the root sends to or receives from: all ranks, or of two groups those of the other one."""
+    return not comm.two_groups or params["root"] >= 0
 
 
 def not_first(comm: Any, params: Params) -> bool:
@@ -59,11 +75,16 @@ def not_last(comm: Any, params: Params) -> bool:
 
 @dataclass(frozen=True)
 class Adjoint:
-    """The operation that applies the transposed matrix, and its parameters in terms of this one's."""
+    """The operation that applies the transposed matrix, and its parameters in terms of this one's.
+
+    `then` makes the cotangent of its result, where that is not the cotangent: (this one's parameters, result, an array like
+    the cotangent) -> cotangent.
+    """
 
     name: str
     params: Callable[[Params], Params]
     says: str
+    then: Callable[[Params, Any, Any], Any] = lambda params, back, like: back
 
 
 @dataclass(frozen=True)
@@ -78,13 +99,16 @@ class Op:
       operands: number of arrays: 2 where the receive template is not the send operand.
       sends: the ranks whose first operand is data; elsewhere it is a template of the result.
       returns: the ranks that get a result; elsewhere it is a link.
-      lead_in: whether data has a leading axis that numbers ranks.
-      lead_out: whether the result has.
+      lead_in: whether data has a leading axis that numbers ranks ("size"), or is cut along axis 0 into a part for each
+        rank (the name of the parameter that has their lengths), or is one such part ("part" of `counts`).
+      lead_out: the same for the result.
       envelope: it receives: the template stays where nothing arrives, and so is an input of the linear map. With the
         parameter `enveloped`, which derivatives set, it also returns int32 (source, tag, number of elements received, or
         -1 for all of the template).
       alias: the operand that may share the result's buffer, where it has its shape.
       adjoint: None where there is no derivative.
+      adjoint_between: that on an intercommunicator, where it is another.
+      shapes: (comm, params, operands) -> the results, where they do not follow from the leading axes.
       native: the row of ops.inc that it runs, by default its own name; None where nothing is communicated and y is x.
       linear: whether y is linear in x for these parameters; elsewhere reductions.py has the derivative.
     """
@@ -100,8 +124,14 @@ class Op:
     envelope: bool = False
     alias: int | None = None
     adjoint: Adjoint | None = None
+    adjoint_between: Adjoint | None = None
+    shapes: Callable[[Any, Params, Sequence[Any]], list[Any]] | None = None
     native: str | None = ""
     linear: Callable[[Params], bool] = lambda params: True
+
+    def adjoint_on(self, comm: Any) -> Adjoint | None:
+        """The adjoint on a communicator."""
+        return self.adjoint_between if comm.two_groups and self.adjoint_between else self.adjoint
 
     @property
     def target(self) -> str | None:

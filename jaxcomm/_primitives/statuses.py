@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple, Self
 
+import jax.numpy as jnp
 from mpi4py import MPI
 
 from jaxcomm._native import bridge
+from jaxcomm._primitives import dtypes
 
-__all__ = ["StatusRef", "address", "index", "of"]
+__all__ = ["ReceivedStatus", "StatusRef", "address", "index", "of", "received"]
 
 
 class StatusRef:
@@ -54,3 +57,42 @@ def of(status: Any, where: str) -> StatusRef | None:
     if not isinstance(status, MPI.Status):
         raise TypeError(f"{where}: status must be an MPI.Status or None, got {status!r}")
     return StatusRef(status)
+
+
+class ReceivedStatus(NamedTuple):
+    """A status as values, which a program inside jit can act on: int32 scalars.
+
+    Attributes:
+      source: the rank that sent, PROC_NULL if nobody did.
+      tag: of the message.
+      count: how many elements came; for a probe, how many bytes there are.
+    """
+
+    source: Any
+    tag: Any
+    count: Any
+
+    @classmethod
+    def of_nothing(cls) -> Self:
+        """An empty status, as a request for a send has. MPI 4.1, 3.7.3."""
+        return cls(*(jnp.int32(value) for value in (MPI.ANY_SOURCE, MPI.ANY_TAG, 0)))
+
+    def Get_source(self) -> Any:
+        """Return the source."""
+        return self.source
+
+    def Get_tag(self) -> Any:
+        """Return the tag."""
+        return self.tag
+
+    def Get_count(self) -> Any:
+        """Return the count."""
+        return self.count
+
+
+def received(envelope: Any, template: Any) -> ReceivedStatus:
+    """Return the status of a receive with a template, from its envelope (Op.envelope)."""
+    source, tag, count = envelope
+    words = dtypes.per_element(template.dtype)
+    came = jnp.where(count < 0, math.prod(template.shape), count if words == 1 else count // words)
+    return ReceivedStatus(source, tag, came.astype(jnp.int32))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+
+from jaxcomm._primitives import _compat
 from jaxcomm._primitives import adjoints as to
-from jaxcomm._primitives.op import Adjoint, Op, Params, nobody, not_first, not_last, the_root
+from jaxcomm._primitives.op import STANDARD, Adjoint, Op, Params, nobody, not_first, not_last, the_root, with_the_root
 from jaxcomm._primitives.reductions import SUM
 
 __all__ = ["TABLE"]
@@ -15,8 +18,18 @@ def _sums(params: Params) -> bool:
 
 _REDUCTION = ("op", SUM)
 _ROOT = ("root", 0)
+_ORDERED = ("ordered", False)
+# Rows for each rank; () on a rank that need not know them.
+_COUNTS = ("counts", ())
+_EDGES = (("sendcounts", ()), ("recvcounts", ()), ("reverse", False))
+_ALL_BACK = Adjoint(
+    "neighbor_alltoallv",
+    to.along_edges,
+    "Neighbor_alltoallv of the cotangents against the edges' direction, added up",
+    to.sum_over_edges,
+)
 # The two ways of a message; Sendrecv has both.
-_TO = (("dest", 0), ("sendtag", 0), ("count", -1))
+_TO = (("dest", 0), ("sendtag", 0), ("count", -1), ("differentiated", False))
 _FROM = (
     ("source", 0),
     ("recvtag", 0),
@@ -25,7 +38,10 @@ _FROM = (
     ("shadow", False),
     ("status", None),
     ("enveloped", False),
+    ("differentiated", False),
 )
+# What a probe tells: source, tag, number of bytes, whether there is a message, its number in handles.hpp.
+_PROBED = _compat.ShapedArray((5,), np.dtype(np.int32))
 _BACKWARDS = "the same from the last rank to the first, for op=SUM"
 
 _ROWS = (
@@ -33,23 +49,31 @@ _ROWS = (
     Op(
         "send",
         "MPI 4.1, 3.2.1",
-        params=(*_TO, ("synchronous", False), ("shadow", False)),
+        params=(*_TO, ("mode", STANDARD), ("shadow", False)),
         returns=nobody,
         adjoint=Adjoint("recv", to.take_back, "Recv of the cotangent from dest"),
     ),
     Op(
         "recv",
         "MPI 4.1, 3.2.4",
-        params=_FROM,
+        params=(*_FROM, ("message", -1)),
         sends=nobody,
         envelope=True,
         alias=0,
         adjoint=Adjoint("send", to.send_back, "Send of the cotangent to the rank that sent"),
     ),
     Op(
+        "probe",
+        "MPI 4.1, 3.8.1",
+        params=(("source", 0), ("recvtag", 0), ("waits", True), ("matched", False), ("status", None)),
+        operands=0,
+        sends=nobody,
+        shapes=lambda comm, params, operands: [_PROBED],
+    ),
+    Op(
         "sendrecv",
         "MPI 4.1, 3.10",
-        params=_TO + _FROM,
+        params=(*dict(_TO + _FROM).items(), ("fold", False)),
         operands=2,
         envelope=True,
         alias=1,
@@ -62,6 +86,7 @@ _ROWS = (
         "MPI 4.1, 6.4",
         params=(_ROOT,),
         sends=the_root,
+        returns=with_the_root,
         alias=0,
         adjoint=Adjoint(
             "reduce", to.pick("root", op=SUM), "Reduce of the cotangents (op=SUM) to the root, zero elsewhere"
@@ -71,24 +96,55 @@ _ROWS = (
         "gather",
         "MPI 4.1, 6.5",
         params=(_ROOT,),
+        sends=with_the_root,
         returns=the_root,
         lead_out="size",
         adjoint=Adjoint("scatter", to.keep, "Scatter of the root's cotangent"),
+    ),
+    Op(
+        "gatherv",
+        "MPI 4.1, 6.5",
+        params=(_ROOT, _COUNTS),
+        sends=with_the_root,
+        returns=the_root,
+        lead_in="part",
+        lead_out="counts",
+        adjoint=Adjoint("scatterv", to.keep, "Scatterv of the root's cotangent"),
     ),
     Op(
         "scatter",
         "MPI 4.1, 6.6",
         params=(_ROOT,),
         sends=the_root,
+        returns=with_the_root,
         lead_in="size",
         alias=0,
         adjoint=Adjoint("gather", to.keep, "Gather of the cotangents to the root, zero elsewhere"),
+    ),
+    Op(
+        "scatterv",
+        "MPI 4.1, 6.6",
+        params=(_ROOT, _COUNTS),
+        sends=the_root,
+        returns=with_the_root,
+        lead_in="counts",
+        lead_out="part",
+        adjoint=Adjoint("gatherv", to.keep, "Gatherv of the cotangents to the root, zero elsewhere"),
     ),
     Op(
         "allgather",
         "MPI 4.1, 6.7",
         lead_out="size",
         adjoint=Adjoint("reduce_scatter_block", to.pick(op=SUM), "Reduce_scatter_block of the cotangents (op=SUM)"),
+        adjoint_between=Adjoint("alltoall", to.pick(), "Alltoall of the cotangents, added up", to.sum_over_ranks),
+    ),
+    Op(
+        "allgatherv",
+        "MPI 4.1, 6.7",
+        params=(_COUNTS,),
+        lead_in="part",
+        lead_out="counts",
+        adjoint=Adjoint("reduce_scatter", to.pick("counts", op=SUM), "Reduce_scatter of the cotangents (op=SUM)"),
     ),
     Op(
         "alltoall",
@@ -98,9 +154,18 @@ _ROWS = (
         adjoint=Adjoint("alltoall", to.keep, "Alltoall of the cotangents"),
     ),
     Op(
+        "alltoallv",
+        "MPI 4.1, 6.8",
+        params=(("sendcounts", ()), ("recvcounts", ())),
+        lead_in="sendcounts",
+        lead_out="recvcounts",
+        adjoint=Adjoint("alltoallv", to.exchanged, "Alltoallv of the cotangents with the counts exchanged"),
+    ),
+    Op(
         "reduce",
         "MPI 4.1, 6.9.1",
-        params=(_REDUCTION, _ROOT),
+        params=(_REDUCTION, _ROOT, _ORDERED),
+        sends=with_the_root,
         returns=the_root,
         alias=0,
         linear=_sums,
@@ -109,7 +174,7 @@ _ROWS = (
     Op(
         "allreduce",
         "MPI 4.1, 6.9.6",
-        params=(_REDUCTION,),
+        params=(_REDUCTION, _ORDERED),
         alias=0,
         linear=_sums,
         adjoint=Adjoint("allreduce", to.keep, "Allreduce of the cotangents (op=SUM), for op=SUM"),
@@ -118,16 +183,17 @@ _ROWS = (
     Op(
         "allreduce_replicated",
         "MPI 4.1, 6.9.6",
-        params=(_REDUCTION,),
+        params=(_REDUCTION, _ORDERED),
         alias=0,
         native="allreduce",
-        adjoint=Adjoint("pvary", to.pick(), "the cotangent itself, which is the same on every rank"),
+        adjoint=Adjoint("pvary", to.pick("ordered"), "the cotangent itself, which is the same on every rank"),
     ),
     Op(
         "pvary",
         "jax.lax.pvary; f of Megatron-LM, https://arxiv.org/abs/1909.08053, section 3",
+        params=(_ORDERED,),
         native=None,
-        adjoint=Adjoint("allreduce_replicated", to.pick(op=SUM), "Allreduce of the cotangents (op=SUM)"),
+        adjoint=Adjoint("allreduce_replicated", to.pick("ordered", op=SUM), "Allreduce of the cotangents (op=SUM)"),
     ),
     Op(
         "reduce_scatter_block",
@@ -136,6 +202,15 @@ _ROWS = (
         lead_in="size",
         linear=_sums,
         adjoint=Adjoint("allgather", to.pick(), "Allgather of the cotangents, for op=SUM"),
+    ),
+    Op(
+        "reduce_scatter",
+        "MPI 4.1, 6.10.2",
+        params=(_REDUCTION, _COUNTS),
+        lead_in="counts",
+        lead_out="part",
+        linear=_sums,
+        adjoint=Adjoint("allgatherv", to.pick("counts"), "Allgatherv of the cotangents, for op=SUM"),
     ),
     Op(
         "scan",
@@ -153,6 +228,33 @@ _ROWS = (
         returns=not_first,
         linear=_sums,
         adjoint=Adjoint("exscan", to.backwards, _BACKWARDS),
+    ),
+    # MPI 4.1, chapter 8: topologies. Counts are those of all edges, rows of edges from PROC_NULL are zero.
+    Op(
+        "neighbor_allgather",
+        "MPI 4.1, 8.6.1",
+        params=_EDGES,
+        lead_out="recvcounts",
+        native="neighbor_allgatherv",
+        adjoint=_ALL_BACK,
+    ),
+    Op(
+        "neighbor_allgatherv",
+        "MPI 4.1, 8.6.1",
+        params=_EDGES,
+        lead_in="part",
+        lead_out="recvcounts",
+        adjoint=_ALL_BACK,
+    ),
+    Op(
+        "neighbor_alltoallv",
+        "MPI 4.1, 8.6.2",
+        params=_EDGES,
+        lead_in="sendcounts",
+        lead_out="recvcounts",
+        adjoint=Adjoint(
+            "neighbor_alltoallv", to.along_edges, "Neighbor_alltoallv of the cotangents against the edges' direction"
+        ),
     ),
 )
 

@@ -18,8 +18,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 EPS = np.finfo(float).eps
 LIMIT = 120  # seconds a job
 
-# A test may start two jobs, its own and that on one rank.
-pytestmark = pytest.mark.timeout(2 * LIMIT + 30)
+# A test may start two jobs, its own and that on one rank, or a program in three forms.
+pytestmark = pytest.mark.timeout(3 * LIMIT + 30)
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -149,3 +149,38 @@ def test_conjugate_gradients_as_a_program():
     (difference,) = re.findall(r"direct solution: (\S+)", done.ranks[0].stdout)
     assert float(difference) < 1e-8
     assert done.ranks[1].stdout == done.ranks[2].stdout == ""
+
+
+# Programs for mpi4py, ported
+
+# What rank 0 prints, and how far from NumPy's answer rounding may lead.
+PORTED = {
+    "matrix_vector": (r"eigenvalue (\S+), relative error (\S+)", 64 * EPS),  # sums of 24 terms, in both
+    "heat": (r"left (\S+), difference (\S+)", 100 * 10 * EPS),  # ten roundings in each of 100 steps, of values below 1
+    "workers": (r"about (\S+), difference (\S+)", 1000 * EPS * 4 / 40),  # sums of 1000 terms, which are at most 4 / 40
+}
+
+
+def numbers(name: str, done: Result) -> tuple[str, float]:
+    """What rank 0 prints: the answer, and how far it is from NumPy's."""
+    assert [rank.stdout for rank in done.ranks[1:]] == [""] * (len(done.ranks) - 1)
+    answer, difference = re.search(PORTED[name][0], done.ranks[0].stdout).groups()
+    return answer, float(difference)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", PORTED)
+def test_ported_programs(name, ranks):
+    """With one line changed they do what they did before; with the loop in jit they give the same answer."""
+    path = EXAMPLES / "porting" / f"{name}.py"
+    line, made = re.search(
+        r"^(comm = JaxComm\(MPI.COMM_WORLD\)  # was: (.*))$", path.read_text(), re.MULTILINE
+    ).groups()
+    before = path.read_text().replace(line, made).replace("from jaxcomm import JaxComm\n", "")
+    assert "jax" not in before.split('"""')[2]
+    results = [run(["-c", before], ranks), run([str(path)], ranks), run([str(path.with_stem(f"{name}_jit"))], ranks)]
+    assert results[0].ranks[0].stdout == results[1].ranks[0].stdout
+    (answer, _), *others = [numbers(name, done) for done in results]
+    for other, difference in others:
+        assert other == answer
+        assert difference <= PORTED[name][1]

@@ -249,6 +249,40 @@ def test_34_with_too_low_a_thread_level():
     assert "MPI gives MPI_THREAD_SERIALIZED only" in done.stderr
 
 
+# Requests
+
+
+def test_36_a_request_that_is_never_waited_for_is_reported():
+    """With the place that started it, for each once; those that were waited for, tested or freed are not."""
+    done = run(
+        """
+        from jaxcomm import JaxComm, Request
+        comm = JaxComm(MPI.COMM_WORLD)
+        other = 1 - comm.rank
+        def forgets(x):
+            comm.Isend(x, other, 3)
+            comm.Irecv(x, other, 4)
+            comm.Isend(x, other, 5).Free()
+            return comm.Iallreduce(x)
+        total = jax.jit(forgets)(jnp.arange(3.0))
+        while not total.Test()[0]:
+            pass
+        Request.Waitall([comm.Isendrecv(jnp.arange(3.0), other)])
+        comm.Irecv(jnp.arange(3.0), other, 6)
+        """,
+        2,
+    )
+    assert done.returncode == 0
+    for r, rank in enumerate(done.ranks):
+        lines = [line for line in rank.stderr.splitlines() if line.startswith("jaxcomm: ")]
+        about = f"on MPI_COMM_WORLD, rank {r} of 2, 3 x float32 (12 bytes)"
+        assert lines == [
+            f"jaxcomm: a request was never waited for: isend {about}, to rank {1 - r} tag 3, at <string>:10 (forgets)",
+            f"jaxcomm: a request was never waited for: irecv {about}, from rank {1 - r} tag 4, at <string>:11 (forgets)",
+            f"jaxcomm: a request was never waited for: irecv {about}, from rank {1 - r} tag 6, at <string>:18 (<module>)",
+        ]
+
+
 # JAXCOMM_DEBUG
 
 

@@ -12,9 +12,11 @@ from mpi4py import MPI
 from jaxcomm._native import bridge
 from jaxcomm._primitives import attributes, reductions
 from jaxcomm._primitives.make import bind
-from jaxcomm._primitives.op import TRACEABLE
+from jaxcomm._primitives.nonblocking import CHOOSE, startable
+from jaxcomm._primitives.op import STANDARD, TRACEABLE, Adjoint
 from jaxcomm._primitives.table import TABLE
-from jaxcomm.communicator import JaxComm
+from jaxcomm.neighbors import Neighbors
+from jaxcomm.operations import Operations
 
 NATIVE = Path(__file__).parents[2] / "jaxcomm" / "_native"
 
@@ -25,6 +27,11 @@ class Comm:
 
     rank: int
     size: int
+    two_groups = False
+
+    @property
+    def peers(self):
+        return self.size
 
 
 COMMS = [Comm(rank, size) for size in (1, 2, 3) for rank in range(size)]
@@ -34,13 +41,23 @@ VALUES |= {
     "count": 105,
     "received": 106,
     "batch": 1,
-    "synchronous": False,
+    "mode": STANDARD,
+    "message": 107,
+    "differentiated": False,
+    "waits": True,
+    "matched": False,
     "status": None,
     "shadow": True,
+    "fold": True,
+    "ordered": True,
     "enveloped": False,
+    "counts": (3, 0, 2),
+    "sendcounts": (2, 1, 0),
+    "recvcounts": (0, 4, 1),
 }
 
 rows = pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
+sums_up = [row.name for row in TABLE.values() if row.adjoint and row.adjoint.then is not Adjoint.then]
 rows_with_adjoint = pytest.mark.parametrize(
     "row", [row for row in TABLE.values() if row.adjoint], ids=lambda row: row.name
 )
@@ -56,13 +73,25 @@ def native_rows():
     return {name: int(n) for name, n in re.findall(r"^OP\((\w+), (\d+),", text, re.MULTILINE)}
 
 
+# What is done with requests, whatever the operation was that they are of.
+OF_REQUESTS = {"wait", "wait_recv", CHOOSE.target, "cancel", "release"}
+
+
+def native_starts():
+    return re.findall(r"^LATER\((\w+),", (NATIVE / "ops.inc").read_text(), re.MULTILINE)
+
+
 def native_attributes():
-    return re.findall(r"^ATTRIBUTE\((\w+),", (NATIVE / "attributes.inc").read_text(), re.MULTILINE)
+    return re.findall(r"^(?:ATTRIBUTE|LIST)\((\w+)", (NATIVE / "attributes.inc").read_text(), re.MULTILINE)
 
 
 def test_the_twin_has_the_same_rows():
     targets = {row.target for row in TABLE.values() if row.target}
-    assert targets == set(native_rows()) == set(bridge.capsules())
+    assert targets | OF_REQUESTS == set(native_rows())
+    started = {row.target for row in TABLE.values() if startable(row)}
+    assert started == set(native_starts())
+    forms = {f"start_{name}" for name in started} | {f"tree_{name}" for name in native_rows()}
+    assert set(native_rows()) | forms == set(bridge.capsules())
 
 
 @rows
@@ -77,9 +106,11 @@ def test_attributes_that_are_left_out_are_those_that_mean_the_same():
     absent = {name: int(value) for name, value in re.findall(r"^ATTRIBUTE\((\w+), (-?\d+)\)", text, re.MULTILINE)}
     assert absent | attributes.ABSENT == absent
     defaults = {name: value for row in TABLE.values() for name, value in row.params}
-    assert {
-        name: int(-1 if defaults[name] is None else defaults[name]) for name in attributes.ABSENT
-    } == attributes.ABSENT
+    of_requests = {"expected": 0, "keep": 0, "site": 0}
+    meant = {name: -1 if value is None else value for name, value in (defaults | of_requests).items()}
+    assert {name: int(meant[name]) for name in attributes.ABSENT if name != "waits"} == {
+        name: value for name, value in attributes.ABSENT.items() if name != "waits"
+    }
 
 
 def test_traced_parameters_are_in_the_order_of_the_attributes():
@@ -95,13 +126,14 @@ def test_rows_are_in_the_order_of_the_standard():
 
 @rows
 def test_every_row_has_a_method(row):
-    assert any(f"Source:  {row.source}." in (method.__doc__ or "") for method in vars(JaxComm.__mro__[1]).values())
+    methods = [method for cls in (Operations, Neighbors) for method in vars(cls).values()]
+    assert any(f"Source:  {row.source}." in (method.__doc__ or "") for method in methods)
 
 
 @rows_with_adjoint
 def test_the_adjoint_of_the_adjoint_is_the_operation(row):
     adjoint = TABLE[row.adjoint.name]
-    assert adjoint.adjoint.name == row.name
+    assert adjoint.adjoint.name == (row.name if row.name not in sums_up else adjoint.name)
     there = row.adjoint.params(params_of(row))
     back = adjoint.adjoint.params(dict(adjoint.params) | there)
     assert set(there) <= set(dict(adjoint.params))
@@ -116,21 +148,36 @@ def test_an_adjoint_goes_the_other_way(row):
     adjoint, params = TABLE[row.adjoint.name], params_of(row)
     there = dict(adjoint.params) | row.adjoint.params(params)
     assert adjoint.linear(there)
-    assert (adjoint.lead_in, adjoint.lead_out) == (row.lead_out, row.lead_in)
+    # Where rows are exchanged, so are the names of their counts.
+    lengths = [there.get(lead, lead) for lead in (adjoint.lead_in, adjoint.lead_out)]
+    if row.name in sums_up:  # what comes from each neighbour becomes one cotangent
+        assert lengths == [params[row.lead_out], params["sendcounts"]]
+    else:
+        assert lengths == [params.get(lead, lead) for lead in (row.lead_out, row.lead_in)]
     for comm in COMMS:
         assert adjoint.sends(comm, there) == row.returns(comm, params)
         assert adjoint.returns(comm, there) == row.sends(comm, params)
 
 
-LED, ALONE = "led", "alone"
+LED, ALONE, PART, PARTS, SENT, RECEIVED, STACK = "led", "alone", "part", "parts", "sent", "received", "stack"
+PROBED = "probed"
 # name: (operand, result) on the root, then elsewhere; a result of None is a link.
 SHAPES = {
     "send": ((ALONE, None),) * 2,
     "recv": ((ALONE, ALONE),) * 2,
     "sendrecv": ((ALONE, ALONE),) * 2,
+    "probe": ((None, PROBED),) * 2,
     "bcast": ((ALONE, ALONE),) * 2,
     "gather": ((ALONE, LED), (ALONE, None)),
     "scatter": ((LED, ALONE), (ALONE, ALONE)),
+    "gatherv": ((PART, PARTS), (PART, None)),
+    "scatterv": ((PARTS, PART), (PART, PART)),
+    "allgatherv": ((PART, PARTS),) * 2,
+    "alltoallv": ((SENT, RECEIVED),) * 2,
+    "reduce_scatter": ((PARTS, PART),) * 2,
+    "neighbor_allgather": ((ALONE, STACK),) * 2,
+    "neighbor_allgatherv": ((PART, RECEIVED),) * 2,
+    "neighbor_alltoallv": ((SENT, RECEIVED),) * 2,
     "allgather": ((ALONE, LED),) * 2,
     "alltoall": ((LED, LED),) * 2,
     "reduce": ((ALONE, ALONE), (ALONE, None)),
@@ -152,7 +199,10 @@ def test_shapes_are_stated_for_every_row():
 def test_shapes(row):
     for comm in COMMS:
         for base in ((), (0,), (4, 2)):
-            shape = {LED: (comm.size, *base), ALONE: base, None: (0,)}
+            shape = {LED: (comm.size, *base), ALONE: base, PROBED: (5,), None: (0,)}
+            shape |= {PART: (VALUES["counts"][comm.rank], *base), PARTS: (sum(VALUES["counts"]), *base)}
+            shape |= {SENT: (sum(VALUES["sendcounts"]), *base), RECEIVED: (sum(VALUES["recvcounts"]), *base)}
+            shape[STACK] = shape[RECEIVED]
             given, expected = SHAPES[row.name][comm.rank != 0]
             x = jax.ShapeDtypeStruct(shape[given], np.int16)
             operands = [x, x][: row.operands]
@@ -160,7 +210,7 @@ def test_shapes(row):
             call = lambda *xs, comm=comm, more=more: bind(row, comm, xs, **params_of(row) | more)  # noqa: E731
             y, *envelope = jax.eval_shape(call, *operands)
             assert y.shape == shape[expected]
-            assert y.dtype == (np.float32 if expected is None else np.int16)
+            assert y.dtype == {None: np.float32, PROBED: np.int32}.get(expected, np.int16)
             assert [e.shape for e in envelope] == [(3,)] * row.envelope
 
 

@@ -25,12 +25,14 @@ REPRESENTATIVE = [
     for case in DIFFERENTIABLE
     if case.op != "MIN" and (case.root is None or case.op == "PROD" or "last" in case.name)
 ]
-# One of each kind, for what is costly to compile.
+# One of each kind, for what is costly to compile. These are left out, since another goes the same ways.
+LIKE_OTHERS = ("Ssend", "Sendrecv", "Sendrecv_replace", "Barrier", "Alltoall", "Allgatherv", "Gatherv-last")
+LIKE_OTHERS += ("Neighbor_allgather-channel", "Neighbor_alltoall-torus", "Neighbor_alltoallv-digraph")
 COMPOSED = [
     case
     for case in REPRESENTATIVE
     if case.op in (None, "SUM") or case.name in ("Allreduce-MAX", "Scan-PROD", "Exscan-MAX", "Reduce-PROD")
-    if case.name not in ("Ssend", "Sendrecv", "Sendrecv_replace", "Barrier", "Alltoall")
+    if case.name not in LIKE_OTHERS
 ]
 
 

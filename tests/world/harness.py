@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from mpi4py import MPI
@@ -54,3 +54,23 @@ def communicator(name: str) -> Any:
     if importlib.util.find_spec("jaxcomm") is None:
         return comm
     return importlib.import_module("jaxcomm").JaxComm(comm)
+
+
+def result(request):
+    """Wait. That of a barrier outside jit, which has no operand, is mpi4py's."""
+    y = request.Wait()
+    return None if isinstance(request, MPI.Request) else y
+
+
+class InTwoHalves:
+    """A communicator whose blocking methods start, do something else, and wait."""
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def __getattr__(self, name):
+        start = getattr(self.comm, f"I{name[0].lower()}{name[1:]}", None) if name[0].isupper() else None
+        return getattr(self.comm, name) if start is None else partial(self.half, start)
+
+    def half(self, start, *args, **kwargs):
+        return result(start(*args, **kwargs))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import DTYPES, METHODS, OPS
+from cases import DTYPES, METHODS, OPS, RAGGED_METHODS, kind, topology
 from mpi4py import MPI
 
 from jaxcomm import JaxComm, create_token
@@ -14,8 +14,8 @@ WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
 RIGHT, LEFT = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 TAG_UB = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-X = np.random.default_rng(RANK).normal(size=3)
-LED = np.random.default_rng(RANK).normal(size=(SIZE, 3))
+X = jnp.asarray(np.random.default_rng(RANK).normal(size=3))
+LED = jnp.asarray(np.random.default_rng(RANK).normal(size=(SIZE, 3)))
 RANKS = f"from 0 to {SIZE - 1}"
 TAGS = f"between 0 and {TAG_UB} "
 
@@ -102,7 +102,7 @@ ON_OPERAND = {
     "Sendrecv": lambda x: WORLD.Sendrecv(x, MPI.PROC_NULL, 0, X, MPI.PROC_NULL),
     "Sendrecv_replace": lambda x: WORLD.Sendrecv_replace(x, MPI.PROC_NULL, 0, MPI.PROC_NULL),
 } | {
-    name: lambda x, name=name: getattr(WORLD, name)(x)
+    name: lambda x, name=name: getattr(topology(WORLD, "torus") if "Neighbor" in name else WORLD, name)(x)
     for name in METHODS
     if name not in ("Barrier", "Send", "Ssend", "Recv", "Sendrecv", "Sendrecv_replace")
 }
@@ -113,16 +113,20 @@ def test_operands(method):
     call = ON_OPERAND[method]
     raises(TypeError, rf"{method}: \w+.* must be an array.* scalar.*, got None", lambda: call(None))
     raises(TypeError, rf"{method}: \w+.* must be an array or a scalar, got object", lambda: call(object()))
-    raises(TypeError, rf"{method}: \w+.* must be an array, got a list: pass the array", lambda: call([X, MPI.DOUBLE]))
+    if method not in RAGGED_METHODS:  # which take message specs
+        raises(
+            TypeError, rf"{method}: \w+.* must be an array, got a list: pass the array", lambda: call([X, MPI.DOUBLE])
+        )
     strings = np.full((SIZE, 1), "a")
-    raises(TypeError, rf"{method}: \w+.*dtype <U1 is not supported; supported are bool, int8", lambda: call(strings))
+    with pytest.raises(TypeError, match=rf"{method}: \w+.*dtype <U1 is not supported; supported are bool, int8"):
+        jax.make_jaxpr(lambda: call(strings))()  # eager calls on NumPy arrays may be mpi4py's
 
 
 def test_a_template_is_no_data():
     """Where a rank sends, a ShapeDtypeStruct has nothing to send."""
     for method, call in ON_OPERAND.items():
         like = jax.ShapeDtypeStruct((SIZE, 2), "float32")
-        if method != "Recv" and (RANK == 0 or method not in ("Bcast", "Scatter")):
+        if method != "Recv" and (RANK == 0 or method not in ("Bcast", "Scatter", "Scatterv")):
             raises(TypeError, rf"{method}: \w+ .*got ShapeDtypeStruct", lambda call=call, like=like: call(like))
 
 
@@ -182,8 +186,8 @@ REDUCTIONS = {
 def test_ops(method):
     for dtype in map(np.dtype, DTYPES):
         for name, (_, kinds) in OPS.items():
-            if dtype.kind not in kinds:
-                defined = ", ".join(other for other, (_, kinds) in OPS.items() if dtype.kind in kinds)
+            if kind(dtype) not in kinds:
+                defined = ", ".join(other for other, (_, kinds) in OPS.items() if kind(dtype) in kinds)
                 pattern = f"{method}: op={name} is not defined for dtype {dtype}; defined are {defined}. Convert"
                 with pytest.raises(TypeError, match=pattern):
                     REDUCTIONS[method](np.zeros((SIZE, 1), dtype), getattr(MPI, name))
@@ -193,7 +197,8 @@ def test_ops(method):
             f"{method}: op must be an MPI.Op such as MPI.SUM, got ",
             lambda wrong=wrong: REDUCTIONS[method](LED, wrong),
         )
-    raises(TypeError, f"{method}: op must be one of MPI.SUM", lambda: REDUCTIONS[method](LED, MPI.MAXLOC))
+    raises(TypeError, f"{method}: op must be one of MPI.SUM", lambda: REDUCTIONS[method](LED, MPI.REPLACE))
+    raises(TypeError, f"{method}: op=MAXLOC takes a pair", lambda: REDUCTIONS[method](LED, MPI.MAXLOC))
 
 
 def test_tokens_and_statuses():
@@ -226,7 +231,9 @@ SENDERS = {
 def not_saying(text, comm):
     """The methods that fail on comm as they should, but in other words."""
     methods = SENDERS | {
-        name: lambda comm, x, name=name: getattr(comm, name)(x) for name in METHODS if name not in SENDERS
+        name: lambda comm, x, name=name: getattr(comm, name)(x)
+        for name in METHODS
+        if name not in SENDERS and hasattr(comm, name)
     }
     found = []
     for name, call in methods.items():
@@ -267,24 +274,12 @@ def test_a_null_communicator():
 def test_host_methods_refuse_traced_values():
     for name, call in {
         "allreduce": lambda x: WORLD.allreduce(x),
-        "Isend": lambda x: WORLD.Isend(x, 0),
         "bcast": lambda x: WORLD.bcast({"a": x}),
-        "Allreduce_init": lambda x: WORLD.Allreduce_init(x, x),
-        "Send_init": lambda x: WORLD.Send_init(x, 0),
+        "Psend_init": lambda x: WORLD.Psend_init(x, 1, 0),
+        "Split": lambda x: WORLD.Split(x[0]),
+        "Create_keyval": lambda x: JaxComm.Create_keyval(x),
     }.items():
         with pytest.raises(TypeError, match=f"{name} works on the host and cannot take a traced value"):
             jax.jit(call)(X)
-    with pytest.raises(TypeError, match=r"Isend is mpi4py's own and takes NumPy arrays: pass np.asarray"):
-        WORLD.Isend(jnp.zeros(1), 0)
-
-
-@pytest.mark.skipif(SIZE == 1, reason="an intercommunicator has two groups")
-def test_an_intercommunicator_has_no_operations_on_jax_arrays():
-    local = WORLD.Split(RANK > 0, RANK)
-    between = local.Create_intercomm(0, MPI.COMM_WORLD, 0 if RANK else 1, 5)
-    with pytest.raises(TypeError, match=r"JaxIntercomm.Allreduce is mpi4py's own and takes NumPy arrays"):
-        between.Allreduce(jnp.zeros(1))
-    with pytest.raises(TypeError, match=r"Send works on the host.*inside jit use a JaxComm"):
-        jax.make_jaxpr(lambda x: between.Send(x, 0))(X)
-    assert between.allgather(RANK) == ([*range(1, SIZE)] if RANK == 0 else [0])
-    between.Free()
+    with pytest.raises(TypeError, match=r"Psend_init is mpi4py's own and takes NumPy arrays: pass np.asarray"):
+        WORLD.Psend_init(jnp.zeros(1), 1, 0)

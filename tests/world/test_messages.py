@@ -25,7 +25,7 @@ eager_and_jitted = pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["
 
 
 def values(rank, size=3):
-    return np.random.default_rng(rank).normal(size=size)
+    return jnp.asarray(np.random.default_rng(rank).normal(size=size))
 
 
 def facts(status):
@@ -64,7 +64,7 @@ def test_a_short_message_leaves_the_rest_of_the_template(jit):
 def test_an_empty_message(jit):
     status = MPI.Status()
     template = values(RANK)
-    y = jit(lambda x, t: WORLD.Sendrecv(x, RIGHT, 4, t, LEFT, status=status))(np.zeros((0, 2)), template)
+    y = jit(lambda x, t: WORLD.Sendrecv(x, RIGHT, 4, t, LEFT, status=status))(jnp.zeros((0, 2)), template)
     flush()
     assert facts(status)[:3] == (LEFT, 4, 0)
     np.testing.assert_array_equal(y, template)
@@ -101,7 +101,7 @@ def test_any_source_and_any_tag(jit):
         return jit(lambda x: [WORLD.Recv(x, status=s) for s in status])(x), status
 
     if RANK == 0:
-        received, status = collect(np.zeros(3))
+        received, status = collect(jnp.zeros(3))
         flush()
         assert sorted(s.source for s in status) == list(range(1, SIZE))
         for y, s in zip(received, status, strict=True):
@@ -231,7 +231,7 @@ def test_truncation_when_eager():
         if RANK == 1:
             for _ in range(3):
                 with pytest.raises(MPI.Exception, match=TRUNCATED) as error:
-                    WORLD.Recv(np.zeros(4), 0, 5)
+                    WORLD.Recv(jnp.zeros(4), 0, 5)
                 assert error.value.Get_error_class() == MPI.ERR_TRUNCATE
 
 

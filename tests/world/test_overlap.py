@@ -28,11 +28,16 @@ def note(log, what, x):
 
 
 @pytest.mark.parametrize("recv", ["first", "last"])
-@pytest.mark.parametrize("operation", ["Recv", "Sendrecv"])
+@pytest.mark.parametrize("operation", ["Recv", "Sendrecv", "Irecv", "Ibcast"])
 def test_computation_goes_on_while_a_message_is_late(operation, recv):
     """Rank 0 has computed before the message is there, wherever the two stand in the source."""
     log = []
-    receive = {"Recv": lambda x: WORLD.Recv(x, 1, 3), "Sendrecv": lambda x: WORLD.Sendrecv(x, 1, 3, x, 1, 3)}[operation]
+    receive = {
+        "Recv": lambda x: WORLD.Recv(x, 1, 3),
+        "Sendrecv": lambda x: WORLD.Sendrecv(x, 1, 3, x, 1, 3),
+        "Irecv": lambda x: WORLD.Irecv(x, 1, 3).Wait(),
+        "Ibcast": lambda x: WORLD.Ibcast(x, 1).Wait(),
+    }[operation]
 
     def compute(a):
         return note(log, "computed", lax.fori_loop(0, 5, lambda i, a: jnp.sin(a), lax.sort(a)))
@@ -60,10 +65,12 @@ def test_computation_goes_on_while_a_message_is_late(operation, recv):
         else:
             if RANK == 1:
                 time.sleep(LATE)
-                if operation == "Recv":
+                if operation in ("Recv", "Irecv"):
                     WORLD.Send(x, 0, 3)
-                else:
+                elif operation == "Sendrecv":
                     np.testing.assert_array_equal(WORLD.Sendrecv(x, 0, 3, x, 0, 3), np.arange(3.0))
+            if operation == "Ibcast":
+                WORLD.Ibcast(x, 1).Wait()
             harness.agree(True)
 
 

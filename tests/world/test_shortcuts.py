@@ -33,7 +33,7 @@ def test_later_calls_are_as_the_first(method, long_way):
     """New data each time; JAX arrays, and NumPy arrays."""
     for case in (case for case in CASES if case.method == method):
         dtype = "float64" if case.defined_for("float64") else "int64"
-        for array in (jnp.asarray, np.asarray):
+        for array in (jnp.asarray, *([] if case.in_place else [np.asarray])):
             for seed in range(4):
                 xs = case.operands(WORLD, dtype=dtype, seed=seed)
                 if seed == 3:
@@ -42,7 +42,7 @@ def test_later_calls_are_as_the_first(method, long_way):
             # What is made on the way goes the long way: templates of the case's, what Exscan gives the first rank, a
             # JAX array of the NumPy array that a rank gets back which is not the root.
             made = case.name in ("Sendrecv-ragged", "Sendrecv-short") or (method == "Exscan" and RANK == 0)
-            back = method in ("Gather", "Reduce") and case.root(SIZE) != RANK and array is np.asarray
+            back = method in ("Gather", "Gatherv", "Reduce") and case.root(SIZE) != RANK and array is np.asarray
             assert made or back or long_way == [], case
 
 
@@ -60,14 +60,15 @@ def test_what_looks_alike_is_not_the_same(long_way):
     for _ in range(3):
         np.testing.assert_allclose(WORLD.Allreduce(X), WORLD.allreduce(X), rtol=1e-13)
         np.testing.assert_allclose(WORLD.Allreduce(X, op=MPI.MAX), WORLD.Allreduce(X, MPI.MAX))
-        np.testing.assert_array_equal(WORLD.Bcast(X, 0), WORLD.bcast(X, 0))
+        x = jnp.asarray(X)
+        np.testing.assert_array_equal(WORLD.Bcast(x, 0), WORLD.bcast(X, 0))
         with pytest.raises(TypeError, match="root must be a Python int"):
-            WORLD.Bcast(X, 0.0)
+            WORLD.Bcast(x, 0.0)
         with pytest.raises(TypeError, match=r"op must be an MPI\.Op"):
             WORLD.Allreduce(X, op="SUM")
         assert WORLD.Allreduce(np.float32(X)).dtype == jnp.float32
         with pytest.raises(ValueError, match="recvbuf is a template"):
-            WORLD.Allreduce(X, np.zeros(4))
+            WORLD.Allreduce(x, np.zeros(4))
         y, _ = WORLD.Allreduce(X, token=create_token())
         np.testing.assert_allclose(y, WORLD.allreduce(X), rtol=1e-13)
         status = MPI.Status()
@@ -112,7 +113,7 @@ def test_results_own_their_memory():
     """Large ones too, which are not copied."""
     for n in (3, 100_000):
         x = np.full(n, 1.0)
-        results = [WORLD.Bcast(x) for _ in range(3)]
+        results = [WORLD.Scan(x, MPI.MAX) for _ in range(3)]
         x[:] = 7
         for y in results:
             np.testing.assert_array_equal(y, np.ones(n))
@@ -153,8 +154,8 @@ def test_errors_are_those_of_the_first_call():
         comm.Allreduce(x)
     if SIZE > 1:  # Open MPI sees no error in a message to oneself
         right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
-        WORLD.Sendrecv(np.zeros(2), right, 3, np.zeros(2), left, 3)
-        long = np.zeros(4)
+        WORLD.Sendrecv(jnp.zeros(2), right, 3, np.zeros(2), left, 3)
+        long = jnp.zeros(4)
         for _ in range(3):
             with pytest.raises(MPI.Exception, match=r"(?i)sendrecv on .*truncate") as error:
                 WORLD.Sendrecv(long, right, 3, np.zeros(2), left, 3)

@@ -475,8 +475,11 @@ def _row_major(type_: Any) -> tuple[int, ...]:
 
 
 def as_array(x: Any) -> Any:
-    """Return a Python number as an array: JAX hands over what users gave to jax.jvp, or to what jax.linearize returns."""
-    return x if hasattr(x, "dtype") else jax.numpy.asarray(x)
+    """Return a Python number as an array: JAX hands over what users gave to jax.jvp, or to what jax.linearize returns.
+
+    Some releases make it a number with a dtype, which has no shape either.
+    """
+    return x if hasattr(x, "shape") else jax.numpy.asarray(x)
 
 
 def register_jvp(primitive: Primitive, rule: Callable[..., Any]) -> None:

@@ -13,6 +13,7 @@
 #include "abi.hpp"
 #include "handles.hpp"
 #include "large.hpp"
+#include "recorder.hpp"
 
 namespace jaxcomm {
 
@@ -392,14 +393,19 @@ class Call {
   // Goes on with what another Call has started.
   void take_over(const Call& other) {
     started_ = other.started_, failed_ = other.failed_, scratch_ = other.scratch_;
-    pending_ = other.pending_;
+    pending_ = other.pending_, record_ = other.record_;
   }
 
+  Facts facts() const;
   std::string describe() const;
+
+  // The recorder knows of the call from `record` to `recorded`.
+  void record() { record_ = recorder.begin(facts()); }
+  void recorded(bool failed) const { recorder.end(record_, failed); }
 
   // Checking mode: throws on every rank if the ranks are not about to do the same. checks.hpp
   void check_agreement(const Significance& what);
-  std::string pending_text() const;
+  Facts pending_facts() const;
 
  private:
   static constexpr int kByte = 6;  // XLA_FFI_DataType_U8
@@ -575,11 +581,6 @@ class Call {
   static std::string number_text(std::int64_t value) {
     return value == std::numeric_limits<std::int32_t>::min() ? "a number beyond 32 bits" : std::to_string(value);
   }
-  static std::string rank_text(std::int64_t rank) {
-    if (rank == constants.proc_null) return "PROC_NULL";
-    return rank == constants.any_source ? "ANY_SOURCE" : "rank " + std::to_string(rank);
-  }
-  static std::string tag_text(std::int64_t tag) { return tag == constants.any_tag ? "ANY_TAG" : std::to_string(tag); }
   int status_field(std::size_t at) {
     int value;
     std::memcpy(&value, status()->bytes + at, sizeof value);
@@ -611,31 +612,26 @@ class Call {
   TypedParts<H, int> typed_in_, typed_out_;
   TypedParts<H, Count> edges_in_, edges_out_;
   int failed_ = 0;
+  std::int64_t record_ = 0;
   std::shared_ptr<Pending<H>> pending_;  // the request that this call waits for
 };
 
-// "recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes), from rank 0 tag 7, at ring.py:12 (step)"
+template <class H>
+Facts Call<H>::facts() const {
+  const Buffer& data = payload();
+  Facts facts;
+  facts.operation = frame_.operation, facts.comm = at_.comm, facts.elements = data.elements, facts.code = data.code;
+  if (at_.has_op) facts.op = at_.op;
+  if (at_.has_root) facts.root = at_.root;
+  if (at_.has_dest) facts.dest = at_.dest, facts.sendtag = at_.sendtag;
+  if (at_.has_source) facts.source = at_.source, facts.recvtag = at_.recvtag;
+  facts.site = at_.site, facts.unlinked = at_.unlinked != 0;
+  return facts;
+}
+
 template <class H>
 std::string Call<H>::describe() const {
-  if (pending_ != nullptr) {
-    const std::string here = sites.at(at_.site);
-    return pending_text() + (here.empty() ? "" : ", waited for at " + here);
-  }
-  const Buffer& data = payload();
-  std::string text = std::string(frame_.operation) + " on " + comm_.name + ", rank " + std::to_string(comm_.rank) +
-                     " of " + std::to_string(comm_.size);
-  if (data.code != 0) {
-    const Datatype& type = datatype();
-    text += ", " + std::to_string(data.elements) + " x " + type.name + " (" +
-            std::to_string(data.elements * type.bytes) + " bytes)";
-  }
-  if (at_.has_op) text += ", op " + reductions.at(at_.op).name;
-  if (at_.has_root) text += ", root " + std::to_string(at_.root);
-  if (at_.has_dest) text += ", to " + rank_text(at_.dest) + " tag " + std::to_string(at_.sendtag);
-  if (at_.has_source) text += ", from " + rank_text(at_.source) + " tag " + tag_text(at_.recvtag);
-  if (const std::string site = sites.at(at_.site); !site.empty()) text += ", at " + site;
-  if (at_.unlinked != 0) text += ", whose operands do not depend on what is differentiated";
-  return text;
+  return pending_ != nullptr ? waited_text(pending_facts(), at_.site) : jaxcomm::describe(facts());
 }
 
 }  // namespace jaxcomm

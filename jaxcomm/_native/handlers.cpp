@@ -113,6 +113,12 @@ std::string error_string(int code) {
   return std::string(text, static_cast<std::size_t>(length));
 }
 
+template <class H>
+Outcome recorded(const Call<H>& call, Outcome outcome) {
+  call.recorded(outcome.code != 0);
+  return outcome;
+}
+
 // Runs something; whatever goes wrong is told with operation, communicator, rank and peers.
 template <class H, class F>
 Outcome attempt(Call<H>& call, F run) {
@@ -127,7 +133,8 @@ Outcome attempt(Call<H>& call, F run) {
 
 template <class Op, class H>
 Outcome run_call(Call<H>& call) {
-  return attempt(call, [&call] {
+  call.record();
+  return recorded(call, attempt(call, [&call] {
     call.check_alive();
     if constexpr (!is_start<Op>) call.check_order();
     const std::string what = debug ? call.describe() : "";
@@ -138,7 +145,7 @@ Outcome run_call(Call<H>& call) {
     if constexpr (!is_start<Op>) call.check_op();
     if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
     return code;
-  });
+  }));
 }
 
 // Makes the Call of a frame, for the kind of handle that the MPI library has, and runs something with it.
@@ -252,11 +259,11 @@ constexpr auto kBetweenTests = std::chrono::microseconds(20);
 
 template <class Op, class H>
 Outcome finish(Call<H>& call) {
-  return attempt(call, [&call] {
+  return recorded(call, attempt(call, [&call] {
     const int code = Steps<Op>::template finish<H>(call);
     call.check_op();
     return code;
-  });
+  }));
 }
 
 template <class H>
@@ -283,12 +290,13 @@ void wait_elsewhere(XLA_FFI_CallFrame& xla, std::unique_ptr<Late<H>> late) {
 
 template <class Op, class H>
 Outcome run_patiently(XLA_FFI_CallFrame& xla, const Frame& frame, Call<H>& call) {
+  call.record();
   const Outcome started = attempt(call, [&call] {
     call.check_alive();
     call.check_order();
     return Steps<Op>::template start<H>(call);
   });
-  if (started.code != 0) return started;
+  if (started.code != 0) return recorded(call, started);
   const auto limit = Clock::now() + kPatience;
   for (int tests = 0; !call.arrived(); ++tests) {
     if (tests % 64 == 63) std::this_thread::yield();

@@ -249,8 +249,8 @@ void Call<H>::check_op() const {
 }
 
 template <class H>
-std::string Call<H>::pending_text() const {
-  return pending_->call.describe();
+Facts Call<H>::pending_facts() const {
+  return pending_->call.facts();
 }
 
 template <class H>
@@ -264,6 +264,7 @@ int Call<H>::resume(int operand) {
   if (number <= kNoRequest) return 0;
   if (const auto found = requests<H>().find(number)) found->call.check_order(number);
   pending_ = requests<H>().take(number, at_.keep != 0);
+  recorder.waits_for(record_, pending_facts());
   return 0;
 }
 

@@ -175,7 +175,7 @@ class Operations:
             return call()
         self._check_alive()
         key, leaves = kind
-        known = None if bridge.checking() else _known_trees.run(key, leaves)
+        known = None if bridge.observed() else _known_trees.run(key, leaves)
         if known is None:
             return _known_trees.watch(key, leaves, call)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(args[0]), known)

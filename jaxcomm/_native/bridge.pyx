@@ -257,6 +257,20 @@ def set_checking(cbool on):
     checking_.store(on)
 
 
+cdef int _observers = 0
+
+
+def observe(int more):
+    """Say that so many more (or less) want every operation to know its place in the program, at some cost."""
+    global _observers
+    _observers += more
+
+
+def observed():
+    """Whether operations are to know their place in the program, also those outside jit."""
+    return _observers > 0 or checking_.load()
+
+
 def ffi_version():
     """The version of XLA's FFI that this was built with: major, minor."""
     return ffi_version_()

@@ -68,8 +68,8 @@ def run(op: Op, comm: Any, operands: Sequence[Any], params: Params) -> list[Any]
 
 
 def _with_site(params: Params) -> Params:
-    """In checking mode an operation knows its place in the user's program, as a compiled one always does."""
-    if not bridge.checking() or "site" in params:
+    """Where somebody wants to know, an operation knows its place in the user's program, as a compiled one always does."""
+    if not bridge.observed() or "site" in params:
         return params
     return params | {"site": lowering.caller()}
 
@@ -284,7 +284,7 @@ def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(comm: Any, *args: Any, **kwargs: Any) -> Any:
-        result = bridge.MISSED if bridge.checking() else shortcuts.run(comm, args, kwargs)
+        result = bridge.MISSED if bridge.observed() else shortcuts.run(comm, args, kwargs)
         if result is not bridge.MISSED:
             return result
         calls: list[Any] = []

@@ -44,7 +44,7 @@ class BuildExt(build_ext.build_ext):
 
 bridge = Extension(
     "jaxcomm._native.bridge",
-    [str(NATIVE / "bridge.pyx"), str(NATIVE / "handlers.cpp")],
+    [str(NATIVE / name) for name in ("bridge.pyx", "handlers.cpp", "watchdog.cpp")],
     depends=["setup.py", *(str(path) for path in sorted(NATIVE.iterdir()) if path.suffix in {".hpp", ".inc"})],
     include_dirs=[str(NATIVE)],
     extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-isystem", jaxlib_headers()],

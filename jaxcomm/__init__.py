@@ -12,6 +12,7 @@ from jaxcomm.message import Message
 from jaxcomm.replicated import shared_value_and_grad
 from jaxcomm.request import Prequest, Request
 from jaxcomm.token import Token, create_token, flush
+from jaxcomm.watchdog import watch
 
 __version__ = "0.1.0"
 
@@ -37,4 +38,5 @@ __all__ = [
     "halo_exchange",
     "jit",
     "shared_value_and_grad",
+    "watch",
 ]

@@ -20,7 +20,7 @@ except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where
 
 from jaxcomm._native import bridge
 
-__all__ = ["TAG_UB", "abort_on_exception", "number", "setting"]
+__all__ = ["TAG_UB", "abort_on_exception", "number", "seconds", "setting"]
 
 
 def setting(name: str) -> bool:
@@ -39,6 +39,18 @@ def number(name: str, default: int) -> int:
     if value and not value.isdecimal():
         raise ValueError(f"{name} must be a number, not negative, got {os.environ[name]!r}")
     return int(value or default)
+
+
+def seconds(name: str) -> float:
+    """Read an environment variable that is a number of seconds; ValueError for anything else, 0 where it is not set."""
+    value = os.environ.get(name, "").strip()
+    try:
+        number = float(value or 0)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise ValueError(f"{name} must be a number of seconds, 0 for no limit, got {os.environ[name]!r}")
+    return number
 
 
 def _load() -> None:
@@ -106,6 +118,7 @@ def _leave() -> None:
     for what in bridge.open_requests():
         print(f"jaxcomm: a request was never waited for: {what}", file=sys.stderr, flush=True)
     bridge.leave_requests(PATIENCE)
+    bridge.stop_watchdog()
 
 
 def _leave_before_finalize() -> None:

@@ -250,5 +250,6 @@ struct Mpi {
 
 template <class H>
 inline Mpi<H> loaded;
+inline bool handles_are_pointers = false;  // which of the two is
 
 }  // namespace jaxcomm

@@ -111,6 +111,20 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Outcome run_tree_operation(int, Tree&)
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
+    enum class Then(int):
+        kWait
+        kRaise
+        kAbort
+    cdef struct Watch:
+        double seconds
+        Then then
+        string directory, host
+        uint64_t comm, world
+        cbool exchanges
+        int rank, size
+    void start_watchdog_ "jaxcomm::start_watchdog"(Watch) except +
+    void stop_watchdog_ "jaxcomm::stop_watchdog"()
+    void listen_to_signals_ "jaxcomm::listen_to_signals"()
     vector[string] open_requests_ "jaxcomm::open_requests"() except +
     void leave_requests_ "jaxcomm::leave_requests"(int) except +
 
@@ -240,6 +254,34 @@ def leave_requests(int milliseconds):
     """Cancel the receives that nobody waits for, and give the rest some time to end."""
     with nogil:
         leave_requests_(milliseconds)
+
+
+def start_watchdog(double seconds, int then, str directory, str host, comm, uint64_t world, int rank, int size):
+    """Start the watchdog's thread, or change what it watches for.
+
+    Args:
+      seconds: an operation may take; 0 for any time. then: 0 goes on waiting, 1 raises, 2 ends the job.
+      directory: where reports go. host: this machine's name.
+      comm: the handle of a duplicate of COMM_WORLD, on which ranks ask each other; None if they cannot.
+      world: the handle of COMM_WORLD. rank, size: there.
+    """
+    cdef Watch watch
+    watch.seconds, watch.then, watch.directory, watch.host = seconds, <Then>then, directory.encode(), host.encode()
+    watch.exchanges, watch.comm = comm is not None, comm or 0
+    watch.world, watch.rank, watch.size = world, rank, size
+    with nogil:
+        start_watchdog_(watch)
+
+
+def stop_watchdog():
+    """End the watchdog's thread, before MPI ends."""
+    with nogil:
+        stop_watchdog_()
+
+
+def listen_to_signals():
+    """Let the watchdog hear SIGUSR1 and SIGINT, which go on to whoever had them."""
+    listen_to_signals_()
 
 
 def large_counts():

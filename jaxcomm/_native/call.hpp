@@ -14,6 +14,7 @@
 #include "handles.hpp"
 #include "large.hpp"
 #include "recorder.hpp"
+#include "watchdog.hpp"
 
 namespace jaxcomm {
 
@@ -152,6 +153,8 @@ class Call {
   // Reductions in a fixed order, whatever the MPI library would do: the contributions of ranks 0 and 1, 2 and 3 ... are
   // combined, then those of these pairs, and so on; one that has no other waits for the next round.
   bool in_order() const { return at_.ordered != 0; }
+  // Whether its nonblocking form does the same, and may be waited for: not so in a fixed order, and buffered.
+  bool may_take_long() const { return !in_order() && at_.mode != kBuffered; }
   int allreduce_in_order() { return reduce_in_order(true); }
   int reduce_in_order() { return reduce_in_order(false); }
   int dest() const { return peer(at_.dest, "dest", false); }
@@ -339,7 +342,11 @@ class Call {
   int probe() {
     int flag = 1;
     H message{};
-    const int code = at_.matched != 0 ? match(flag, message) : look(flag);
+    int code = 0;
+    do {
+      code = at_.matched != 0 ? match(flag, message) : look(flag);
+      if (flag == 0 && at_.waits != 0) check_given_up();
+    } while (code == 0 && flag == 0 && at_.waits != 0);
     if (code != 0) return code;
     Count bytes = 0;
     if (flag != 0) mpi.Get_elements_x(status(), handle_as<H>(datatype_of(kByte)->handle), &bytes);
@@ -366,6 +373,9 @@ class Call {
   std::size_t started() const { return started_.handles.size(); }
   template <class Op>
   int start_later();
+  template <class F>
+  int give_up_or_end(F start, int template_operand);
+  void check_given_up();
   int resume(int operand);
   int resume_or_receive(int operand);
   int wait(int operand);
@@ -410,11 +420,11 @@ class Call {
  private:
   static constexpr int kByte = 6;  // XLA_FFI_DataType_U8
   int look(int& flag) {
-    if (at_.waits != 0) return mpi.Probe(source(), recvtag(), comm(), status());
+    if (at_.waits != 0 && !interruptible) return mpi.Probe(source(), recvtag(), comm(), status());
     return mpi.Iprobe(source(), recvtag(), comm(), &flag, status());
   }
   int match(int& flag, H& message) {
-    if (at_.waits != 0) return mpi.Mprobe(source(), recvtag(), comm(), &message, status());
+    if (at_.waits != 0 && !interruptible) return mpi.Mprobe(source(), recvtag(), comm(), &message, status());
     return mpi.Improbe(source(), recvtag(), comm(), &flag, &message, status());
   }
   void copy_result(Count most);

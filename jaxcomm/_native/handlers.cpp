@@ -15,7 +15,6 @@ namespace {
 
 Mpi<int>& int_mpi = loaded<int>;
 Mpi<void*>& pointer_mpi = loaded<void*>;
-bool handles_are_pointers = false;
 bool debug = false;
 
 template <class H>
@@ -89,6 +88,23 @@ struct Steps {
 #undef PATIENT
 #undef LATER
 
+// The nonblocking form of an operation, if there is one.
+template <class Op>
+struct Nonblocking {
+  using type = void;
+};
+#define OP(row, operands, call)
+#define PATIENT(row, first, second)
+#define LATER(row, start)          \
+  template <>                      \
+  struct Nonblocking<row##_op> {   \
+    using type = start_##row##_op; \
+  };
+#include "ops.inc"
+#undef OP
+#undef PATIENT
+#undef LATER
+
 template <class Op, class = void>
 inline constexpr bool is_start = false;
 template <class Op>
@@ -131,21 +147,37 @@ Outcome attempt(Call<H>& call, F run) {
   }
 }
 
+// Runs an operation so that it can be given up, if that is wanted and possible: its nonblocking form, which owns its
+// data, is left to end when it may.
+template <class Op, class H>
+int run_or_give_up(Call<H>& call) {
+  using Start = typename Nonblocking<Op>::type;
+  if constexpr (!std::is_void_v<Start>) {
+    if (interruptible.load(std::memory_order_relaxed) && call.may_take_long())
+      return call.give_up_or_end([](Call<H>& each) { return Start::begin(each); }, 0);
+  } else if constexpr (std::is_same_v<Op, sendrecv_op>) {
+    if (interruptible.load(std::memory_order_relaxed))
+      return call.give_up_or_end([](Call<H>& each) { return each.receive_and_send(); }, 1);
+  }
+  return Op::template run<H>(call);
+}
+
 template <class Op, class H>
 Outcome run_call(Call<H>& call) {
   call.record();
   return recorded(call, attempt(call, [&call] {
-    call.check_alive();
-    if constexpr (!is_start<Op>) call.check_order();
-    const std::string what = debug ? call.describe() : "";
-    if (debug) log(what, "begins", -1);
-    if (checking.load(std::memory_order_relaxed)) call.check_agreement(significance(Op::name));
-    const auto start = Clock::now();
-    const int code = Op::template run<H>(call);
-    if constexpr (!is_start<Op>) call.check_op();
-    if (debug) log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
-    return code;
-  }));
+                    call.check_alive();
+                    if constexpr (!is_start<Op>) call.check_order();
+                    const std::string what = debug ? call.describe() : "";
+                    if (debug) log(what, "begins", -1);
+                    if (checking.load(std::memory_order_relaxed)) call.check_agreement(significance(Op::name));
+                    const auto start = Clock::now();
+                    const int code = run_or_give_up<Op>(call);
+                    if constexpr (!is_start<Op>) call.check_op();
+                    if (debug)
+                      log(what, "done", std::chrono::duration<double, std::micro>(Clock::now() - start).count());
+                    return code;
+                  }));
 }
 
 // Makes the Call of a frame, for the kind of handle that the MPI library has, and runs something with it.
@@ -260,10 +292,10 @@ constexpr auto kBetweenTests = std::chrono::microseconds(20);
 template <class Op, class H>
 Outcome finish(Call<H>& call) {
   return recorded(call, attempt(call, [&call] {
-    const int code = Steps<Op>::template finish<H>(call);
-    call.check_op();
-    return code;
-  }));
+                    const int code = Steps<Op>::template finish<H>(call);
+                    call.check_op();
+                    return code;
+                  }));
 }
 
 template <class H>
@@ -317,7 +349,8 @@ Outcome run_patiently(XLA_FFI_CallFrame& xla, const Frame& frame, Call<H>& call)
 template <class Op>
 Outcome run_compiled(XLA_FFI_CallFrame& xla, Frame& frame) {
   if constexpr (Steps<Op>::two) {
-    if (!debug) return with_call<Op>(frame, [&](auto& call) { return run_patiently<Op>(xla, frame, call); });
+    if (!debug && !interruptible)
+      return with_call<Op>(frame, [&](auto& call) { return run_patiently<Op>(xla, frame, call); });
   }
   return run<Op>(frame);
 }

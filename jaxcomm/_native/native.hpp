@@ -12,6 +12,7 @@
 #include "reduce_ops.hpp"
 #include "requests.hpp"
 #include "trees.hpp"
+#include "watchdog.hpp"
 
 namespace jaxcomm {
 

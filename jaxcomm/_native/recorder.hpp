@@ -1,5 +1,5 @@
-// The flight recorder: what this rank is doing in MPI, what it did last, and, while a timeline is wanted, all of it. It is
-// always on, so that whoever looks at a program that waits need not have foreseen it.
+// The flight recorder: what this rank is doing in MPI, what it did last, and, while a timeline is wanted, all of it. It
+// is always on, so that whoever looks at a program that waits need not have foreseen it.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +34,8 @@ inline std::string rank_text(std::int64_t rank) {
 // "recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes), from rank 0 tag 7, at ring.py:12 (step)"
 inline std::string describe(const Facts& facts) {
   const Communicator& comm = communicators.at(facts.comm);
-  std::string text = std::string(facts.operation) + " on " + comm.name + ", rank " + std::to_string(comm.rank) + " of " +
-                     std::to_string(comm.size);
+  std::string text = std::string(facts.operation) + " on " + comm.name + ", rank " + std::to_string(comm.rank) +
+                     " of " + std::to_string(comm.size);
   if (const Datatype* type = datatype_of(facts.code); facts.code != 0 && type != nullptr)
     text += ", " + std::to_string(facts.elements) + " x " + type->name + " (" +
             std::to_string(facts.elements * type->bytes) + " bytes)";

@@ -211,6 +211,55 @@ int Call<H>::start_later() {
   return code;
 }
 
+// Throws if the watchdog has given up what this call does. Then what is under way is left to end by itself.
+template <class H>
+void Call<H>::check_given_up() {
+  if (record_ > given_up.load(std::memory_order_relaxed)) return;
+  if (pending_ != nullptr) requests<H>().release(pending_);
+  throw Failure(
+      "given up, since it took longer than JAXCOMM_TIMEOUT or was interrupted. The other ranks do not know; "
+      "communicate no "
+      "more on this communicator, and end the program or make a new communicator on all ranks");
+}
+
+// Starts an operation on copies of its data and waits for it, as long as the watchdog does.
+template <class H>
+template <class F>
+int Call<H>::give_up_or_end(F start, int template_operand) {
+  Frame frame = frame_;
+  frame.attributes.expected = has_result() ? frame_.results[0].elements : 0;
+  const auto pending = std::make_shared<Pending<H>>(mpi, frame);
+  const int code = start(pending->call);
+  if (code != 0) {
+    if (pending->call.started() > 0) requests<H>().release(pending);
+    return code;
+  }
+  for (int tests = 0; !pending->arrived(); ++tests) {
+    if (tests % 64 != 63) continue;
+    std::this_thread::yield();
+    try {
+      check_given_up();
+    } catch (...) {
+      pending->call.cancel_receive();
+      requests<H>().release(pending);
+      throw;
+    }
+  }
+  if (pending->call.failed() != 0) return pending->call.failed();
+  const Buffer &from = pending->result(), &to = frame_.results[0];
+  if (!at_.has_source) {
+    if (from.elements > 0) std::memcpy(to.data, from.data, static_cast<std::size_t>(to.elements * bytes_of(to.code)));
+    return 0;
+  }
+  if (at_.message == kNoMessage) return envelope(0, template_operand);
+  std::memcpy(status()->bytes, pending->call.status()->bytes, constants.status_bytes);
+  Count came = 0;
+  const int counted = mpi.Get_elements_x(status(), type(), &came);
+  const auto bytes = static_cast<std::size_t>(came / datatype().per_element * datatype().bytes);
+  if (bytes > 0) std::memcpy(to.data, from.data, bytes);
+  return envelope(counted, template_operand);
+}
+
 template <class H>
 int Call<H>::send() {
   if (!sends()) return 0;
@@ -279,7 +328,7 @@ int Call<H>::wait(int operand) {
   const int code = frame_.data_operands > 0 ? resume_or_receive(operand) : resume(operand);
   if (code != 0) return code;
   for (int tests = 0; !arrived(); ++tests)
-    if (tests % 64 == 63) std::this_thread::yield();
+    if (tests % 64 == 63) std::this_thread::yield(), check_given_up();
   return failed();
 }
 
@@ -339,7 +388,7 @@ int Call<H>::choose() {
     there = 0;
     for (const auto& pending : open) there += pending != nullptr && pending->arrived();
     if (there >= need || at_.waits == 0) break;
-    if (tests % 64 == 63) std::this_thread::yield();
+    if (tests % 64 == 63) std::this_thread::yield(), check_given_up();
   }
   Count left = there >= need ? at_.most : 0;
   for (Count i = 0; i < n && left > 0; ++i)

@@ -117,7 +117,8 @@ def test_results_are_the_same_where_operations_may_raise():
             np.testing.assert_array_equal(jit(lambda x: comm.Bcast(x, 1))(x * rank), 1)
             np.testing.assert_array_equal(jit(lambda x: comm.Exscan(x))(x), rank)
             np.testing.assert_array_equal(jit(lambda x: comm.Allgather(x))(x[0] * rank), [0, 1, 2])
-            np.testing.assert_array_equal(jit(lambda x: comm.Gather(x, root=2))(x[0] * rank), [0, 1, 2] if rank == 2 else rank)
+            gathered = jit(lambda x: comm.Gather(x, root=2))(x[0] * rank)
+            np.testing.assert_array_equal(gathered, [0, 1, 2] if rank == 2 else rank)
             np.testing.assert_array_equal(jit(lambda x: comm.Alltoall(x))(x * rank), [0, 1, 2])
             y, s = jit(lambda x, t: comm.Sendrecv(x, right, source=left, recvbuf=t, return_status=True))(x * rank, long)
             np.testing.assert_array_equal(y, [left, left, left, -2, -1])
@@ -125,7 +126,8 @@ def test_results_are_the_same_where_operations_may_raise():
             if rank == 0:
                 jit(lambda x: comm.Send(x, 1, 5))(x)
             if rank == 1:
-                np.testing.assert_array_equal(jit(lambda t: comm.Recv(t, MPI.ANY_SOURCE, status=status))(long), [1, 1, 1, -2, -1])
+                y = jit(lambda t: comm.Recv(t, MPI.ANY_SOURCE, status=status))(long)
+                np.testing.assert_array_equal(y, [1, 1, 1, -2, -1])
                 jax.effects_barrier()
                 assert status.source == 0 and status.tag == 5
             np.testing.assert_array_equal(jit(lambda t: comm.Recv(t, MPI.PROC_NULL))(long), long)
@@ -267,9 +269,9 @@ def test_an_interrupt_outside_operations_is_pythons():
 def test_in_code(tmp_path):
     done = run(
         f"""
-        for wrong in (dict(timeout="1"), dict(timeout=-1), dict(timeout=1, action="stop"), dict(timeout=1, directory="/none")):
+        for wrong in (["1"], [-1], [1, "stop"], [1, "wait", "/none"]):
             try:
-                jaxcomm.watch(**wrong)
+                jaxcomm.watch(*wrong)
             except (TypeError, ValueError) as error:
                 print(str(error).split(",")[0])
         jaxcomm.watch(1, directory={str(tmp_path)!r})
@@ -295,7 +297,7 @@ def test_in_code(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    ("name", "value"),
     [
         ("JAXCOMM_TIMEOUT", "soon"),
         ("JAXCOMM_TIMEOUT", "-1"),

@@ -50,12 +50,32 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         Row& at(int64_t) except +
     cdef cppclass Sites:
         void add(int64_t, string) except +
+        string at(int64_t) except +
     Sites sites
+
+    cdef struct Facts:
+        const char* operation
+        int64_t comm, elements, op, root, dest, sendtag, source, recvtag, site, apart
+        int code
+    int64_t unknown "jaxcomm::Facts::kUnknown"
+
+    cdef struct Record:
+        int64_t number, began, ended, here, request
+        int thread
+        cbool failed, waits
+        Facts facts
+
+    cdef cppclass Recorder:
+        void keep_all(cbool)
+        vector[Record] take_all()
+    Recorder recorder
+
     Table[Communicator] communicators
     Table[Reduction] reductions
     Table[Status*] statuses
     Table[Datatype] datatypes
     int64_t datatype_of_code[64]
+    const Datatype* datatype_of(int)
 
     cdef struct List:
         const int64_t* data
@@ -300,6 +320,7 @@ def set_checking(cbool on):
 
 
 cdef int _observers = 0
+cdef object _profiled = bool
 
 
 def observe(int more):
@@ -311,6 +332,67 @@ def observe(int more):
 def observed():
     """Whether operations are to know their place in the program, also those outside jit."""
     return _observers > 0 or checking_.load()
+
+
+def set_profiled(profiled):
+    """Say how to ask whether a profiler of JAX's runs."""
+    global _profiled
+    _profiled = profiled
+
+
+def keep_records(cbool on):
+    """From now on keep what is recorded of every operation that ends, or stop that."""
+    recorder.keep_all(on)
+
+
+def take_records():
+    """Return what was kept, in the order in which operations ended, and keep it no longer.
+
+    Returns: for each operation a tuple: its number, from 1, and its name; when it began and ended, in nanoseconds of
+      the steady clock; the number of its thread, from 1; whether it failed; the number of the operation that started
+      the request that it waits for, 0 if that is not known, None if it waits for none; the row of its communicator, and
+      which duplicate of that (Facts.apart); elements, dtype and bytes of its payload; op; root; dest, sendtag; source,
+      recvtag; where the operation (or the one that started the request) is written; where the call itself is. What an
+      operation does not have is None.
+    """
+    cdef vector[Record] records = recorder.take_all()
+    cdef size_t i
+    cdef dict places = {}
+    return [_facts_of(records[i], places) for i in range(records.size())]
+
+
+cdef tuple _facts_of(const Record& record, dict places):
+    cdef const Facts* facts = &record.facts
+    cdef const Datatype* dtype = datatype_of(facts.code) if facts.code != 0 else NULL
+    site = _place(facts.site, places)
+    return (
+        record.number, facts.operation.decode(), record.began, record.ended, record.thread, bool(record.failed),
+        record.request if record.waits else None, facts.comm, facts.apart,
+        facts.elements if dtype != NULL else 0,
+        dtype.name.decode() if dtype != NULL else None,
+        facts.elements * dtype.bytes if dtype != NULL else 0,
+        reductions.at(facts.op).name.decode() if facts.op >= 0 else None,
+        _if_known(facts.root),
+        _if_known(facts.dest), facts.sendtag if facts.dest != unknown else None,
+        _if_known(facts.source), facts.recvtag if facts.source != unknown else None,
+        site, _place(record.here, places) if record.waits else site,
+    )
+
+
+cdef object _if_known(int64_t value):
+    return None if value == unknown else value
+
+
+cdef object _place(int64_t site, dict places):
+    text = places.get(site)
+    if text is None:
+        text = places[site] = sites.at(site).decode()
+    return text or None
+
+
+def communicator_name(int64_t index):
+    """Return what messages call a communicator."""
+    return communicators.at(index).name.decode()
 
 
 def ffi_version():
@@ -606,10 +688,14 @@ cdef class Shortcuts:
                 self.known.clear()
             self.known[key] = how
 
-    def run(self, comm, tuple args, dict kwargs):
-        """Do a call that is known and return what the method returns, or MISSED."""
+    def run(self, comm, tuple args, dict kwargs, bint shown=False):
+        """Do a call that is known and return what the method returns, or MISSED.
+
+        It is not done where somebody wants to know the call's place in the program, nor, unless it is `shown` there
+        already, while a profiler of JAX's runs.
+        """
         cdef list arrays = []
-        if not _quiet():
+        if _observers > 0 or checking_.load() or not _quiet() or (not shown and _profiled()):
             return MISSED
         key = _key(comm, args, kwargs, arrays)
         if key is None:

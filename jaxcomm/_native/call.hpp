@@ -635,6 +635,7 @@ Facts Call<H>::facts() const {
   if (at_.has_root) facts.root = at_.root;
   if (at_.has_dest) facts.dest = at_.dest, facts.sendtag = at_.sendtag;
   if (at_.has_source) facts.source = at_.source, facts.recvtag = at_.recvtag;
+  facts.apart = at_.fold != 0 ? 2 : at_.shadow != 0 ? 1 : 0;
   facts.site = at_.site, facts.unlinked = at_.unlinked != 0;
   return facts;
 }

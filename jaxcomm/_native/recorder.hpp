@@ -20,6 +20,7 @@ struct Facts {
   const char* operation = "";
   std::int64_t comm = 0, elements = 0, op = -1, root = kUnknown, dest = kUnknown, sendtag = 0, source = kUnknown,
                recvtag = 0, site = 0;
+  std::int64_t apart = 0;  // on which duplicate: 0 the communicator itself, 1 that for derivatives, 2 that for folds
   int code = 0;  // XLA_FFI_DataType; 0 where there is no payload
   bool unlinked = false;
 
@@ -62,6 +63,7 @@ struct Record {
   int thread = 0;                      // from 1, in the order in which threads came
   bool failed = false, waits = false;  // waits: `facts` are those of the request that the call waits for
   std::int64_t here = 0;               // then the site of the call itself
+  std::int64_t request = 0;            // and the number of the operation that started the request
   Facts facts;
 
   std::string text() const { return waits ? waited_text(facts, here) : describe(facts); }
@@ -84,9 +86,12 @@ class Recorder {
     open_.push_back(record);
     return record.number;
   }
-  void waits_for(std::int64_t number, const Facts& request) {
+  void waits_for(std::int64_t number, const Facts& request, std::int64_t started_by) {
     const std::lock_guard lock(mutex_);
-    if (Record* record = find(number)) record->here = record->facts.site, record->waits = true, record->facts = request;
+    if (Record* record = find(number)) {
+      record->here = record->facts.site, record->waits = true;
+      record->facts = request, record->request = started_by;
+    }
   }
   void end(std::int64_t number, bool failed) {
     const std::int64_t time = now();

@@ -203,6 +203,7 @@ template <class H>
 template <class Op>
 int Call<H>::start_later() {
   auto pending = std::make_shared<Pending<H>>(mpi, frame_);
+  pending->call.record_ = record_;
   const int code = Op::begin(pending->call);
   if (code == 0)
     write_number(requests<H>().add(std::move(pending)), frame_.results[0]);
@@ -313,7 +314,7 @@ int Call<H>::resume(int operand) {
   if (number <= kNoRequest) return 0;
   if (const auto found = requests<H>().find(number)) found->call.check_order(number);
   pending_ = requests<H>().take(number, at_.keep != 0);
-  recorder.waits_for(record_, pending_facts());
+  recorder.waits_for(record_, pending_facts(), pending_->call.record_);
   return 0;
 }
 

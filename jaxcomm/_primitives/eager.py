@@ -36,6 +36,8 @@ __all__ = [
 # XLA's CPU client takes an array without copying it if it is aligned so; below some size a copy is cheaper than aligning.
 _ALIGNMENT = 64
 _SMALL = 1 << 14
+profiled: Callable[[], bool] = jax.profiler.TraceAnnotation.is_enabled
+"""Whether a profiler of JAX's runs."""
 
 
 def canonical(x: Any) -> np.dtype[Any]:
@@ -140,7 +142,7 @@ class TreeShortcuts:
             result = call()
         finally:
             _record.trees = outer
-        if len(made) == 1 and _are(made[0][1], leaves):
+        if len(made) == 1 and not bridge.observed() and _are(made[0][1], leaves):
             plan = made[0][0]
             kept = _are(jax.tree_util.tree_leaves(result), leaves)
             if plan.returns != kept and len(plan.results) == plan.returns * len(leaves):
@@ -269,6 +271,7 @@ class _Record(threading.local):
 
 
 _record = _Record()
+bridge.set_profiled(profiled)
 bridge.set_kinds(array_type=_compat.ArrayImpl, op_type=MPI.Op, numpy_type=np.ndarray, x64=_compat.enable_x64)
 
 
@@ -280,20 +283,28 @@ def was_mpi4pys(method: Callable[..., Any]) -> None:
 
 def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let calls of a communicator's method on concrete arrays, after the first of their kind, go straight to MPI."""
-    shortcuts = bridge.Shortcuts()
+    shortcuts, name = bridge.Shortcuts(), f"mpi_{method.__name__.lower()}"
 
     @functools.wraps(method)
     def call(comm: Any, *args: Any, **kwargs: Any) -> Any:
-        result = bridge.MISSED if bridge.observed() else shortcuts.run(comm, args, kwargs)
+        result = shortcuts.run(comm, args, kwargs)
         if result is not bridge.MISSED:
             return result
+        if not profiled() or _compat.tracing():
+            return the_long_way(comm, args, kwargs)
+        with jax.profiler.TraceAnnotation(name):  # as XLA calls those of compiled programs
+            result = shortcuts.run(comm, args, kwargs, True)
+            return result if result is not bridge.MISSED else the_long_way(comm, args, kwargs)
+
+    def the_long_way(comm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         calls: list[Any] = []
         outer, _record.calls = _record.calls, calls
         try:
             result = method(comm, *args, **kwargs)
         finally:
             _record.calls = outer
-        if len(calls) == 1 and (how := _how(calls[0], args, kwargs, result)):
+        # Whoever wants to know a call's place gets a plan for that place alone.
+        if len(calls) == 1 and not bridge.observed() and (how := _how(calls[0], args, kwargs, result)):
             shortcuts.learn(comm, args, kwargs, how)
         return result
 

@@ -11,6 +11,7 @@ from jaxcomm.jitted import jit
 from jaxcomm.message import Message
 from jaxcomm.replicated import shared_value_and_grad
 from jaxcomm.request import Prequest, Request
+from jaxcomm.timeline import trace
 from jaxcomm.token import Token, create_token, flush
 from jaxcomm.watchdog import watch
 
@@ -38,5 +39,6 @@ __all__ = [
     "halo_exchange",
     "jit",
     "shared_value_and_grad",
+    "trace",
     "watch",
 ]

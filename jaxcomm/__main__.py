@@ -1,6 +1,8 @@
 """python -m jaxcomm info: what a program has to do with here. python -m jaxcomm selftest: whether it works.
 
 Both run under mpiexec too; rank 0 speaks for all, and says where ranks differ.
+
+python -m jaxcomm report DIRECTORY: what a trace tells (jaxcomm.trace, JAXCOMM_TRACE). Without mpiexec.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +25,8 @@ import numpy as np
 from mpi4py import MPI
 
 import jaxcomm
-from jaxcomm import selftest
+from jaxcomm import report as reports
+from jaxcomm import selftest, timeline
 from jaxcomm._native import bridge
 
 WORLD = MPI.COMM_WORLD
@@ -102,11 +106,38 @@ def _error(check: Callable[[Any], None]) -> str:
     return ""
 
 
+def report(folder: Path) -> bool:
+    """Print the table of a trace, and leave the timeline and the pictures beside it; whether there is a trace."""
+    try:
+        run = reports.read(folder)
+    except (OSError, ValueError) as error:
+        print(f"jaxcomm report: {error}", file=sys.stderr)
+        return False
+    print(reports.table(run), end="\n\n")
+    try:
+        if not reports.is_merged(folder):
+            reports.merge(folder, run)
+        print(f"{folder / 'trace.json'}: for https://ui.perfetto.dev or chrome://tracing")
+        for path in reports.draw(run, folder):
+            print(path)
+    except ImportError:
+        print("no pictures, as there is no matplotlib: pip install 'jaxcomm[report]'")
+    except OSError as error:
+        print(f"nothing more can be written there: {error}")
+    return True
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxcomm", description=__doc__)
-    parser.add_argument("command", choices=["info", "selftest"])
+    parser.add_argument("command", choices=["info", "selftest", "report"])
+    parser.add_argument("directory", nargs="?", type=Path, help="of report: where the trace is")
     parser.add_argument("--timeout", type=float, default=300, help="of selftest, in seconds (default: %(default)s)")
     options = parser.parse_args()
+    if (options.command == "report") != (options.directory is not None):
+        parser.error("report needs a directory, and the others take none")
+    if options.command == "report":
+        timeline.discard()  # JAXCOMM_TRACE may still be set; the report is no part of the trace
+        return 0 if WORLD.rank > 0 or report(options.directory) else 1
     return 0 if (info() if options.command == "info" else test(options.timeout)) else 1
 
 

@@ -107,6 +107,7 @@ PATIENCE = 1000
 
 def _leave() -> None:
     """Finish pending work while MPI is still there. Registered last, so it runs before mpi4py and JAX leave."""
+    from jaxcomm import timeline
     from jaxcomm.token import flush
 
     if MPI.Is_finalized():
@@ -118,6 +119,7 @@ def _leave() -> None:
     for what in bridge.open_requests():
         print(f"jaxcomm: a request was never waited for: {what}", file=sys.stderr, flush=True)
     bridge.leave_requests(PATIENCE)
+    timeline.finish()
     bridge.stop_watchdog()
 
 
@@ -144,6 +146,8 @@ def abort_on_exception() -> None:
             rank = MPI.COMM_WORLD.Get_rank()
             sys.stderr.write(f"{report}jaxcomm: uncaught exception on rank {rank}: ending the job (MPI_Abort)\n")
             sys.stderr.flush()
+            if "jaxcomm.timeline" in sys.modules:
+                sys.modules["jaxcomm.timeline"].finish()  # what this rank did tells why
         MPI.COMM_WORLD.Abort(1)
 
     sys.excepthook = end_job

@@ -19,11 +19,27 @@ from jaxcomm.operations import Operations
 from jaxcomm.token import flush
 from jaxcomm.topology import Graphs
 
-__all__ = ["JaxCartcomm", "JaxComm", "JaxDistgraphcomm", "JaxGraphcomm", "JaxIntercomm"]
+__all__ = [
+    "JaxCartcomm",
+    "JaxComm",
+    "JaxDistgraphcomm",
+    "JaxGraphcomm",
+    "JaxIntercomm",
+    "registered",
+    "when_registered",
+]
 
 
 _registered: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Our communicators by MPI's handle; freed ones may be among them."""
+when_registered: list[Callable[[Any], None]] = []
+"""Who wants to know of every communicator that gets a row of the native table."""
+
+
+def registered() -> list[Any]:
+    """Return those that are alive, in the order in which they were made."""
+    alive = [comm for comm in _registered.values() if comm != MPI.COMM_NULL]
+    return sorted(alive, key=lambda comm: comm.slot)
 
 
 class _Communicator:
@@ -63,6 +79,8 @@ class _Communicator:
         slot = bridge.add_communicator(handle, other, rank, size, self.peers, self.two_groups, name or "unnamed")
         self.__dict__.update(_slot=slot, _facts=(rank, size), _name=name, _shadow=shadow)
         _registered[MPI._handleof(self)] = self
+        for tell in when_registered:
+            tell(self)
         return slot
 
     def _add_graphs(self, graphs: Graphs) -> None:

@@ -1,6 +1,9 @@
 """python -m jaxcomm, alone and on several ranks."""
 
+import importlib.util
+import os
 import re
+import sys
 
 import jax
 import pytest
@@ -78,6 +81,84 @@ runpy.run_module("jaxcomm", run_name="__main__")
     assert done.returncode != 0
     assert not done.timed_out
     assert "is not through after 3 s; it waits here:" in "".join(rank.stderr for rank in done.ranks)
+
+
+TRACED = """
+import jax, jax.numpy as jnp
+from mpi4py import MPI
+from jaxcomm import JaxComm
+
+comm = JaxComm(MPI.COMM_WORLD)
+step = jax.jit(lambda x: comm.Sendrecv(comm.Allreduce(x), (comm.rank + 1) % comm.size))
+for _ in range(3):
+    x = step(jnp.ones(10))
+comm.Barrier()
+MPI.Finalize()
+"""
+
+
+def test_report(tmp_path):
+    """JAXCOMM_TRACE for a whole program, and what is told of it, also where the setting is still there."""
+    folder = tmp_path / "made" / "trace"
+    assert launch(["-c", TRACED], 3, 90, env={"JAXCOMM_TRACE": str(folder)}).returncode == 0
+    assert {path.name for path in folder.iterdir()} == {"trace.json", *(f"rank-{r}.json" for r in range(3))}
+    (folder / "trace.json").unlink()
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "matplotlib.py").write_text("raise ImportError('none here')")
+    path = os.pathsep.join([str(block), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = command("report", str(folder), ranks=1, JAXCOMM_TRACE=str(folder), PYTHONPATH=path)
+    assert done.returncode == 0
+    text = done.ranks[0].stdout
+    assert text.startswith("3 ranks on 1 host, ")
+    found = {line.split()[0]: line for line in text.splitlines() if "(<" in line}
+    assert found.keys() == {"allreduce", "sendrecv", "barrier"}
+    assert re.match(r"allreduce  <string>:7 \(<lambda>\) +9 +360 B ", found["allreduce"])
+    assert "no pictures, as there is no matplotlib: pip install" in text
+    assert (folder / "trace.json").exists()
+    assert not list(folder.glob("*.png"))
+    if importlib.util.find_spec("matplotlib"):
+        done = command("report", str(folder), ranks=1)
+        for name in ("matrix.png", "timeline.png"):
+            assert str(folder / name) in done.stdout
+            assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_of_a_job_that_ends_early(tmp_path):
+    """The rank that fails says what it did; the others do not come to it."""
+    program = TRACED.replace("MPI.Finalize()", "1 / comm.rank; comm.Barrier()")
+    done = launch(["-c", program], 2, 60, env={"JAXCOMM_TRACE": str(tmp_path), "JAXCOMM_ABORT_ON_EXCEPTION": "1"})
+    assert done.returncode != 0
+    assert not done.timed_out
+    assert "ZeroDivisionError" in done.ranks[0].stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-0.json"]
+    told = command("report", str(tmp_path), ranks=1)
+    assert told.returncode == 0
+    assert "missing: rank 1 (" in told.stdout
+
+
+def test_no_report_without_a_trace(tmp_path):
+    for arguments, said in (((str(tmp_path),), "there is no trace in"), ((), "report needs a directory")):
+        done = command("report", *arguments, ranks=1)
+        assert done.returncode != 0
+        assert said in done.stderr
+    (tmp_path / "rank-0.json").write_text("{}")
+    done = command("report", str(tmp_path), ranks=1)
+    assert done.returncode != 0
+    assert "rank-0.json was not written by this version of jaxcomm" in done.stderr
+
+
+def test_where_no_trace_can_be_written():
+    for value, error in (
+        ("yes", "ValueError: JAXCOMM_TRACE must be a directory, got 'yes'"),
+        (sys.executable, "OSError"),
+    ):
+        done = launch(["-c", "import jaxcomm; print('imported')"], 2, 60, env={"JAXCOMM_TRACE": value})
+        assert done.returncode != 0
+        assert not done.timed_out
+        assert "imported" not in done.stdout
+        assert error in done.stderr
+    assert f"JAXCOMM_TRACE={value}: no trace can be written there (rank 0: {value} is not a directory)" in done.stderr
 
 
 def test_malformed_settings():

@@ -24,7 +24,8 @@ import jax
 import numpy as np
 from mpi4py import MPI
 
-from jaxcomm._primitives import _compat, eager
+from jaxcomm._native import bridge
+from jaxcomm._primitives import _compat, eager, lowering
 from jaxcomm.token import flush
 
 __all__ = ["Buffers", "buffers_of", "drop_in", "run_on_host", "theirs"]
@@ -162,10 +163,37 @@ def drop_in(method: Callable[..., Any]) -> Callable[..., Any]:
     return made  # type: ignore[no-any-return]
 
 
+# As the table of operations names them. What takes Python objects is another operation, but for a barrier.
+_COLLECTIVES = (
+    "barrier bcast gather gatherv scatter scatterv allgather allgatherv alltoall alltoallv alltoallw reduce allreduce "
+    "reduce_scatter reduce_scatter_block scan exscan"
+)
+_NEIGHBORS = {
+    "neighbor_allgather": "neighbor_allgatherv",
+    "neighbor_allgatherv": "neighbor_allgatherv",
+    "neighbor_alltoall": "neighbor_alltoallv",
+    "neighbor_alltoallv": "neighbor_alltoallv",
+    "neighbor_alltoallw": "neighbor_alltoallw",
+}
+_KNOWN = {name: name for name in _COLLECTIVES.split()} | _NEIGHBORS
+
+
+def _check(name: str, comm: Any) -> None:
+    """In checking mode: tell the native layer, and before a collective the other ranks, of a method of mpi4py's own."""
+    known = _KNOWN.get(name.lower())
+    if known is not None:
+        of_objects = name[0].islower() and known != "barrier"
+        bridge.check_operation(comm.slot, f"{known} of objects" if of_objects else known, lowering.caller())
+    elif any(part in name.lower() for part in ("send", "recv", "probe")):
+        bridge.mix(comm.slot)
+
+
 def run_on_host(method: Callable[..., Any], comm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a method of mpi4py's when what is under way is done."""
     comm._check_alive()
     flush()
+    if bridge.checking():
+        _check(method.__name__, comm)
     result = method(comm, *args, **kwargs)
     if isinstance(result, MPI.Request):
         # mpi4py 4.1 does not keep the buffers of twelve methods (Iallreduce, Reduce_init ...) while MPI still uses them.

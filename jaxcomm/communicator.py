@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from jaxcomm._native import bridge
+from jaxcomm.checks import introduce
 from jaxcomm.host import inherit
 from jaxcomm.intercomm import Between
 from jaxcomm.neighbors import Neighbors
@@ -235,6 +236,8 @@ def _adopt(made: Any) -> Any:
     comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
     # A duplicate of the mpi4py object and not ours: Dup would come back here.
     comm._register(shadow=base.Dup(made))
+    if not isinstance(made, MPI.Intercomm):
+        introduce(comm.slot, comm.__dict__["_shadow"])
     if isinstance(made, MPI.Topocomm):
         comm._add_graphs(Graphs.of(made))
     return comm

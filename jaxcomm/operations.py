@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from jaxcomm import folds, mixed, ragged, trees
 from jaxcomm._native import bridge
-from jaxcomm._primitives import _compat, dtypes, eager, nonblocking, packed, reductions, shapes, statuses
+from jaxcomm._primitives import _compat, dtypes, eager, lowering, nonblocking, packed, reductions, shapes, statuses
 from jaxcomm._primitives.make import bind, is_array
 from jaxcomm._primitives.op import BUFFERED, STANDARD, SYNCHRONOUS, Op, Params
 from jaxcomm._primitives.reductions import Mean
@@ -175,7 +175,8 @@ class Operations:
             return call()
         self._check_alive()
         key, leaves = kind
-        known = None if bridge.observed() else _known_trees.run(key, leaves)
+        key = (*key, lowering.caller() if bridge.observed() else 0)
+        known = _known_trees.run(key, leaves)
         if known is None:
             return _known_trees.watch(key, leaves, call)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(args[0]), known)

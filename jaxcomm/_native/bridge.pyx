@@ -33,6 +33,9 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         cbool freed
         uint64_t graph, reversed_graph
         vector[int] in_edges, out_edges
+        int64_t identity
+        vector[int] in_world
+        cbool mixed
 
     cdef cppclass Reduction:
         const void* handle_at
@@ -130,6 +133,8 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Outcome run_operation(int, Frame&)
     Outcome run_tree_operation(int, Tree&)
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
+    void check_operation_ "jaxcomm::check_operation"(int64_t, string, int64_t) except +
+    void carry_notes_ "jaxcomm::carry_notes"(uint64_t) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
     enum class Then(int):
         kWait
@@ -227,6 +232,29 @@ def set_graphs(int64_t index, uint64_t graph, uint64_t reversed_graph, list in_e
     """Say which distributed graphs, with which edges of its topology, a communicator's neighbour collectives use."""
     communicators.at(index).graph, communicators.at(index).reversed_graph = graph, reversed_graph
     communicators.at(index).in_edges, communicators.at(index).out_edges = in_edges, out_edges
+
+
+def check_operation(int64_t index, str operation, int64_t site):
+    """Compare with the other ranks, before a method of mpi4py's own; RuntimeError if they are to do something else."""
+    cdef string name = operation.encode()
+    with nogil:
+        check_operation_(index, name, site)
+
+
+def introduce(int64_t index, int64_t identity, list in_world):
+    """Say by which number all its ranks know a communicator, and what ranks these are in the world: for notes.hpp."""
+    communicators.at(index).in_world = in_world
+    communicators.at(index).identity = identity
+
+
+def mix(int64_t index):
+    """Say that a communicator has messages that are mpi4py's own."""
+    communicators.at(index).mixed = True
+
+
+def carry_notes(uint64_t world):
+    """Let notes on messages travel on a duplicate of the world from now on."""
+    carry_notes_(world)
 
 
 def rename_communicator(int64_t index, str name):
@@ -601,7 +629,7 @@ cpdef run_program(program, tuple args, dict kwargs):
 MISSED = object()
 """What Shortcuts.run returns if it did nothing."""
 
-cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None
+cdef object _array_type = None, _op_type = None, _numpy_type = None, _x64 = None, _caller = None
 cdef object _put = None, _empty = None, _failed = None
 cdef int64_t _kept = 0
 cdef list _device = []
@@ -609,15 +637,16 @@ cdef object _sharding = None
 cdef int _most_shortcuts = 4096
 
 
-def set_kinds(*, array_type, op_type, numpy_type, x64):
+def set_kinds(*, array_type, op_type, numpy_type, x64, caller):
     """Say what shortcuts need to know of arguments.
 
     Args:
       array_type, numpy_type, op_type: the classes of JAX arrays, NumPy arrays and MPI operations.
       x64: has a `value` that is true when 64 bits are enabled.
+      caller: () -> the number of the place in the user's program that is calling.
     """
-    global _array_type, _op_type, _numpy_type, _x64
-    _array_type, _op_type, _numpy_type, _x64 = array_type, op_type, numpy_type, x64
+    global _array_type, _op_type, _numpy_type, _x64, _caller
+    _array_type, _op_type, _numpy_type, _x64, _caller = array_type, op_type, numpy_type, x64, caller
 
 
 def set_eager(*, put, empty, kept, failed, device, sharding):
@@ -691,11 +720,10 @@ cdef class Shortcuts:
     def run(self, comm, tuple args, dict kwargs, bint shown=False):
         """Do a call that is known and return what the method returns, or MISSED.
 
-        It is not done where somebody wants to know the call's place in the program, nor, unless it is `shown` there
-        already, while a profiler of JAX's runs.
+        It is not done while a profiler of JAX's runs, unless it is `shown` there already.
         """
         cdef list arrays = []
-        if _observers > 0 or checking_.load() or not _quiet() or (not shown and _profiled()):
+        if not _quiet() or (not shown and _profiled()):
             return MISSED
         key = _key(comm, args, kwargs, arrays)
         if key is None:
@@ -704,6 +732,8 @@ cdef class Shortcuts:
         if known is None or communicators.at(key[0]).freed:
             return MISSED
         if type(known) is HostCall:
+            if checking_.load():  # the long way tells other ranks
+                return MISSED
             return (<HostCall>known).method(comm, *args, **kwargs)
         return _run_shortcut(known, arrays)
 
@@ -713,7 +743,8 @@ cdef object _key(comm, tuple args, dict kwargs, list arrays):
     slot = getattr(comm, "_slot", None)
     if slot is None:
         return None
-    cdef list key = [slot]
+    # Whoever wants to know a call's place gets a plan for that place alone.
+    cdef list key = [slot, _caller() if _observers > 0 or checking_.load() else 0]
     for value in args:
         if not _add_to_key(key, value, arrays):
             return None

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -20,6 +21,7 @@ namespace jaxcomm {
 
 inline constexpr std::int64_t kTraced = std::numeric_limits<std::int64_t>::min();
 inline constexpr int kMostBuffers = 16;
+inline constexpr int kBytes = 6;  // XLA_FFI_DataType_U8
 
 struct Buffer {
   void* data = nullptr;
@@ -92,7 +94,7 @@ inline void read_traced(Frame& frame) {
 
 // What the ranks must agree on in a collective.
 struct Significance {
-  bool collective = false, data = false, count = false;
+  bool collective = false, data = false, count = false, values = false;
 };
 
 inline constexpr std::int32_t kNoMessage = -2;  // that of a matched probe which found none
@@ -102,6 +104,9 @@ enum Mode : std::int64_t { kStandard = 0, kSynchronous = 1, kBuffered = 2 };
 
 template <class Handle>
 class Pending;
+template <class Handle>
+struct Agreement;
+inline constexpr std::size_t kFacts = 7;  // by how many numbers ranks know whether they do the same: checks.hpp
 
 template <class Handle>
 class Call {
@@ -263,6 +268,11 @@ class Call {
   const void* in_or_in_place() const {
     return frame_.operands[0].data == frame_.results[0].data ? constants.in_place : in();
   }
+  // Result 0 becomes operand 0.
+  int pass_on() {
+    keep_rest(0, 0);
+    return 0;
+  }
   // Result 0, holding operand 0 to begin with.
   void* inout() const {
     keep_rest(0, 0);
@@ -296,6 +306,7 @@ class Call {
                     ": under vmap the two must have the same size, because one message carries the whole batch");
     if (!whole && received > std::numeric_limits<std::int32_t>::max())
       throw Failure("a message of more than 2^31 - 1 elements that is shorter than its template is not supported");
+    check_message();
     if (!whole) keep_rest(template_operand, received);
     if (frame_.n_results < 2) return code;
     auto* into = static_cast<std::int32_t*>(frame_.results[1].data);
@@ -308,6 +319,7 @@ class Call {
   int send();
   int start_send() {
     if (!sends()) return 0;
+    announce();
     const auto start = at_.mode == kSynchronous ? mpi.Issend : mpi.Isend;
     return start(in(), n_sent(), type(), dest(), sendtag(), comm(), request());
   }
@@ -327,6 +339,7 @@ class Call {
   }
   int receive_and_send() {
     const int to = dest(), tag = sendtag();  // these may fail, which they must not with a receive under way
+    announce();
     int code = receive();
     if (code != 0) return code;
     code = mpi.Isend(in(), n_sent(), type(), to, tag, comm(), request());
@@ -336,6 +349,11 @@ class Call {
     while (!test()) {
     }
     return code;
+  }
+  int send_and_receive() {
+    announce();
+    return mpi.Sendrecv(in(), n_sent(), type(), dest(), sendtag(), out(), n_out(), type(), source(), recvtag(), comm(),
+                        status());
   }
   // What a probe found, to result 0: source, tag, number of bytes, whether there is a message, its number if it is
   // matched.
@@ -410,15 +428,31 @@ class Call {
   std::string describe() const;
 
   // The recorder knows of the call from `record` to `recorded`.
-  void record() { record_ = recorder.begin(facts()); }
+  void record() {
+    record_ = recorder.begin(facts());
+    if (at_.unlinked != 0) remember_unlinked();
+  }
   void recorded(bool failed) const { recorder.end(record_, failed); }
 
   // Checking mode: throws on every rank if the ranks are not about to do the same. checks.hpp
   void check_agreement(const Significance& what);
+  void check_operation();
+  int tell_later();
+  bool told();
+  std::string differs() const;
+  // Likewise: tells the receiver of a message what it is; throws if what has come was not meant to come so; says whose
+  // message a receive has failed on. notes.hpp
+  void announce();
+  void check_message();
+  std::string sender_of_failed();
   Facts pending_facts() const;
 
  private:
-  static constexpr int kByte = 6;  // XLA_FFI_DataType_U8
+  static constexpr int kByte = kBytes;
+  auto teller();
+  std::array<std::int64_t, kFacts> fingerprint(const Significance& what) const;
+  void remember_unlinked();
+  std::int64_t channel() const;  // which of its communicators a message is on
   int look(int& flag) {
     if (at_.waits != 0 && !interruptible) return mpi.Probe(source(), recvtag(), comm(), status());
     return mpi.Iprobe(source(), recvtag(), comm(), &flag, status());
@@ -623,6 +657,7 @@ class Call {
   TypedParts<H, Count> edges_in_, edges_out_;
   int failed_ = 0;
   std::int64_t record_ = 0;
+  std::shared_ptr<Agreement<H>> agreement_;
   std::shared_ptr<Pending<H>> pending_;  // the request that this call waits for
 };
 

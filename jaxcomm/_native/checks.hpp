@@ -2,8 +2,11 @@
 // raises, and says what each is doing; since none has entered MPI's collective, the communicator goes on.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cstring>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -14,13 +17,16 @@ namespace jaxcomm {
 
 inline std::atomic<bool> checking{false};
 
-// What is significant in an operation, by its name. Of ragged ones, ranks know different counts.
+// What is significant in an operation, by its name. Of ragged ones, ranks know different counts; so they do of what
+// goes to their neighbours.
 constexpr Significance significance(std::string_view name) {
   constexpr std::string_view alike[] = {"bcast",         "gather",    "scatter", "allgather", "alltoall",
                                         "reduce",        "allreduce", "scan",    "exscan",    "reduce_scatter_block",
                                         "reduce_scatter"};
-  constexpr std::string_view ragged[] = {"gatherv", "scatterv", "allgatherv", "alltoallv"};
+  constexpr std::string_view ragged[] = {
+      "gatherv", "scatterv", "allgatherv", "alltoallv", "neighbor_allgatherv", "neighbor_alltoallv"};
   if (name == "barrier") return {true, false, false};
+  if (name == "replicated_cotangent") return {true, true, true, true};
   for (const std::string_view each : alike)
     if (name == each) return {true, true, true};
   for (const std::string_view each : ragged)
@@ -34,46 +40,228 @@ inline std::int64_t hashed(std::string_view text) {  // FNV-1a
   return static_cast<std::int64_t>(hash);
 }
 
+// Of what a buffer holds: as numbers, of which -0 is 0 and any two NaN are alike. XLA_FFI_DataType: F32, F64, C64,
+// C128.
+template <class T>
+std::int64_t hashed_numbers(const Buffer& buffer, Count numbers) {
+  std::uint64_t hash = 14695981039346656037ULL;
+  for (Count i = 0; i < numbers; ++i) {
+    T x = static_cast<const T*>(buffer.data)[i];
+    if (x != x) x = std::numeric_limits<T>::quiet_NaN();
+    x += T{0};
+    std::uint64_t word = 0;
+    std::memcpy(&word, &x, sizeof x);
+    hash = (hash ^ word) * 1099511628211ULL;
+    hash ^= hash >> 32;
+  }
+  return static_cast<std::int64_t>(hash);
+}
+inline std::int64_t hashed_values(const Buffer& buffer) {
+  constexpr int kFloat32 = 11, kFloat64 = 12, kComplex64 = 15, kComplex128 = 18;
+  if (buffer.code == kFloat32) return hashed_numbers<float>(buffer, buffer.elements);
+  if (buffer.code == kComplex64) return hashed_numbers<float>(buffer, 2 * buffer.elements);
+  if (buffer.code == kFloat64) return hashed_numbers<double>(buffer, buffer.elements);
+  if (buffer.code == kComplex128) return hashed_numbers<double>(buffer, 2 * buffer.elements);
+  const auto bytes = static_cast<std::size_t>(buffer.elements * bytes_of(buffer.code));
+  return hashed({static_cast<const char*>(buffer.data), bytes});
+}
+
+// What a rank is about to do, in numbers. One that it does not know agrees with any.
+inline constexpr std::int64_t kUnknown = std::numeric_limits<std::int64_t>::min();
+inline constexpr const char* kFields[] = {
+    "the operation", "dtype", "count", "op", "root", "the order", "the value of the cotangent"};
+inline constexpr std::size_t kFieldCount = sizeof kFields / sizeof *kFields, kValue = kFieldCount - 1;
+static_assert(kFieldCount == kFacts);
+using Fingerprint = std::array<std::int64_t, kFacts>;
+
+// What is known of all ranks, rank 0's first.
+class Fingerprints {
+ public:
+  explicit Fingerprints(int ranks) : all(static_cast<std::size_t>(ranks)) {}
+
+  // In which fields ranks differ, in words; of different operations nothing else can be compared.
+  std::string differences() const {
+    if (!others(0).empty()) return kFields[0];
+    std::string names;
+    for (std::size_t field = 1; field < kFieldCount; ++field)
+      if (!others(field).empty()) names += (names.empty() ? "" : ", ") + std::string(kFields[field]);
+    return names;
+  }
+  // Which ranks have another value than the first that has one.
+  std::string others(std::size_t field) const {
+    std::string ranks;
+    std::int64_t first = kUnknown;
+    for (std::size_t rank = 0; rank < all.size(); ++rank) {
+      const std::int64_t value = all[rank][field];
+      if (first == kUnknown) first = value;
+      if (value != first && value != kUnknown) ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+    }
+    return ranks;
+  }
+
+  std::vector<Fingerprint> all;
+};
+
+// What each rank says.
+inline constexpr std::size_t kText = 400;
+template <class F>
+std::vector<std::string> exchanged(std::string mine, std::size_t ranks, const F& tell) {
+  mine.resize(kText, '\0');
+  mine.back() = '\0';
+  std::vector<char> all(kText * ranks);
+  tell(mine.data(), all.data(), kText, kBytes);
+  std::vector<std::string> texts;
+  for (std::size_t rank = 0; rank < ranks; ++rank) texts.emplace_back(all.data() + rank * kText);
+  return texts;
+}
+
+inline std::string disagreement(const Communicator& comm, const std::string& differs,
+                                const std::vector<std::string>& texts) {
+  std::string message = "the ranks of " + comm.name + " do not do the same; they disagree on " + differs + ":";
+  for (const std::string& each : texts) message += "\n  " + each;
+  return message;
+}
+
+inline std::string unlinked(const Communicator& comm) {
+  const std::lock_guard lock(raised_mutex);
+  return comm.unlinked;
+}
+
+// Where differentiation has passed an operation by on some ranks only, the others do its derivative alone.
+inline std::string missing_link(const std::vector<std::string>& unlinked) {
+  std::string text;
+  for (const std::string& each : unlinked)
+    if (!each.empty()) text += "\n  " + each;
+  const bool all = std::none_of(unlinked.begin(), unlinked.end(), [](const std::string& each) { return each.empty(); });
+  if (text.empty() || all) return "";
+  return "\nPerhaps a derivative runs on some ranks only. Before, differentiation has passed by" + text +
+         "\nLet the operands, templates too, depend on what is differentiated on every rank, or pass a token that does "
+         "(docs/differentiation.md).";
+}
+
+// Throws on every rank if the ranks are not about to do the same. `tell` gathers what ranks have: (from, to, elements,
+// code).
+template <class F>
+void compare(const Communicator& comm, const Fingerprint& mine, std::string text, const F& tell) {
+  constexpr int kInt64 = 5;  // XLA_FFI_DataType
+  Fingerprints known(comm.size);
+  tell(mine.data(), known.all.data(), kFieldCount, kInt64);
+  const std::string differs = known.differences();
+  if (differs.empty()) return;
+  const std::vector<std::string> texts = exchanged(text, known.all.size(), tell);
+  std::string message = disagreement(comm, differs, texts);
+  if (differs == kFields[0]) message += missing_link(exchanged(unlinked(comm), known.all.size(), tell));
+  if (differs == kFields[kValue])
+    message +=
+        "\nOn rank " + known.others(kValue) +
+        " it is not what it is on rank 0. The result of Allreduce(..., replicated=True) is one value that all ranks "
+        "share: use it in the same way on all ranks, or leave replicated out, and cotangents are added up.";
+  throw Failure(message + "\nNobody has communicated, and the communicator can be used on.");
+}
+
 template <class H>
-void Call<H>::check_agreement(const Significance& what) {
-  if (!what.collective || comm_.two_groups || comm_.size < 2) return;
-  constexpr const char* names[] = {"the operation", "dtype", "count", "op", "root", "the order"};
-  constexpr std::size_t fields = sizeof names / sizeof *names;
-  // Of a scatter all ranks know how much comes here, and of all else how much is here.
-  const bool scatters = std::string_view(frame_.operation) == "scatter";
-  const Buffer& data = scatters && has_result() ? frame_.results[0] : payload();
-  const std::int64_t mine[fields] = {
-      hashed(frame_.operation),       what.data ? data.code : 0,
-      what.count ? data.elements : 0, at_.has_op ? hashed(reductions.at(at_.op).name) : 0,
-      at_.has_root ? at_.root : -1,   2 * at_.reverse + at_.ordered};
-  const auto size = static_cast<std::size_t>(comm_.size);
-  std::vector<std::int64_t> all(fields * size);
-  const auto tell = [this](const void* from, void* to, Count elements, int code) {
+void Call<H>::remember_unlinked() {
+  if (!checking.load(std::memory_order_relaxed)) return;
+  const std::lock_guard lock(raised_mutex);
+  comm_.unlinked = describe();
+}
+
+template <class H>
+auto Call<H>::teller() {
+  return [this](const void* from, void* to, Count elements, int code) {
     const H type = handle_as<H>(datatype_of(code)->handle);
     const Elements n{elements};
     if (mpi.Allgather(from, n, type, to, n, type, handle_as<H>(of_checks())) != 0)
       throw Failure("checking mode: the ranks could not tell each other what they do");
   };
-  constexpr int kInt64 = 5, kBytes = kByte;  // XLA_FFI_DataType
-  tell(mine, all.data(), fields, kInt64);
-  std::string differs;
-  // Of different operations nothing else can be compared.
-  for (std::size_t field = 0; field < fields && (field == 0 || differs != names[0]); ++field)
-    for (std::size_t rank = 1; rank < size; ++rank)
-      if (all[rank * fields + field] != all[field]) {
-        differs += (differs.empty() ? "" : ", ") + std::string(names[field]);
-        break;
-      }
-  if (differs.empty()) return;
-  constexpr std::size_t kText = 400;
-  std::string text = describe();
-  text.resize(kText, '\0');
-  text.back() = '\0';
-  std::vector<char> texts(kText * size);
-  tell(text.data(), texts.data(), kText, kBytes);
-  std::string message = "the ranks of " + comm_.name + " do not do the same; they disagree on " + differs + ":";
-  for (std::size_t rank = 0; rank < size; ++rank) message += "\n  " + std::string(texts.data() + rank * kText);
-  throw Failure(message + "\nNobody has communicated, and the communicator can be used on.");
+}
+
+template <class H>
+std::array<std::int64_t, kFacts> Call<H>::fingerprint(const Significance& what) const {
+  // Of a scatter all ranks know how much comes here, and of all else how much is here.
+  const std::string_view name(frame_.operation);
+  const bool scatters = name == "scatter" || name == "iscatter";
+  const Buffer& data = scatters && has_result() ? frame_.results[0] : payload();
+  return {hashed(frame_.operation),
+          what.data ? data.code : 0,
+          what.count ? data.elements : 0,
+          at_.has_op ? hashed(reductions.at(at_.op).name) : 0,
+          at_.has_root ? at_.root : -1,
+          2 * at_.reverse + at_.ordered,
+          what.values ? hashed_values(data) : 0};
+}
+
+template <class H>
+void Call<H>::check_agreement(const Significance& what) {
+  if (!what.collective || comm_.two_groups || comm_.size < 2) return;
+  compare(comm_, fingerprint(what), describe(), teller());
+}
+
+// Of a nonblocking collective, what ranks are about to do is on its way together with it, and is compared when somebody
+// waits.
+template <class H>
+struct Agreement {
+  struct Told {
+    Fingerprint numbers;
+    char text[kText] = {};
+  };
+
+  Told mine;
+  std::vector<Told> all;
+  H request{};
+  bool ended = false;
+  std::string differs;  // in words; empty: the ranks do the same, as far as is known
+};
+
+template <class H>
+int Call<H>::tell_later() {
+  const Significance what = significance(std::string_view(frame_.operation).substr(1));
+  // The duplicate is made at a blocking collective: a start waits for nobody.
+  if (!what.collective || comm_.two_groups || comm_.size < 2 || !comm_.has_checks) return 0;
+  agreement_ = std::make_shared<Agreement<H>>();
+  agreement_->mine.numbers = fingerprint(what);
+  describe().copy(agreement_->mine.text, kText - 1);
+  agreement_->all.resize(static_cast<std::size_t>(comm_.size));
+  const H type = handle_as<H>(datatype_of(kBytes)->handle);
+  const Elements n{sizeof agreement_->mine};
+  return mpi.Iallgather(&agreement_->mine, n, type, agreement_->all.data(), n, type, handle_as<H>(of_checks()),
+                        &agreement_->request);
+}
+
+template <class H>
+bool Call<H>::told() {
+  if (agreement_ == nullptr || agreement_->ended) return true;
+  Agreement<H>& agreement = *agreement_;
+  int flag = 0;
+  Status status;
+  const int code = mpi.Test(&agreement.request, &flag, &status);
+  agreement.ended = flag != 0 || code != 0;
+  if (flag == 0 || code != 0) return agreement.ended;
+  Fingerprints known(comm_.size);
+  std::vector<std::string> texts;
+  for (std::size_t rank = 0; rank < known.all.size(); ++rank) {
+    known.all[rank] = agreement.all[rank].numbers;
+    texts.emplace_back(agreement.all[rank].text);
+  }
+  if (const std::string differs = known.differences(); !differs.empty())
+    agreement.differs = disagreement(comm_, differs, texts) +
+                        "\nThese are under way, and MPI may not be able to end them: use another communicator.";
+  return true;
+}
+
+template <class H>
+std::string Call<H>::differs() const {
+  return agreement_ == nullptr ? "" : agreement_->differs;
+}
+
+// Likewise for a method of mpi4py's own, of which only this is known.
+template <class H>
+void Call<H>::check_operation() {
+  if (comm_.two_groups || comm_.size < 2) return;
+  Fingerprint mine;
+  mine.fill(kUnknown);
+  mine[0] = hashed(frame_.operation);
+  compare(comm_, mine, describe(), teller());
 }
 
 }  // namespace jaxcomm

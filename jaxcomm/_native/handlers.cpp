@@ -141,7 +141,7 @@ Outcome attempt(Call<H>& call, F run) {
   try {
     const int code = run();
     if (code == 0) return {};
-    return {code, call.describe() + ": " + error_string<H>(code)};
+    return {code, call.describe() + ": " + error_string<H>(code) + call.sender_of_failed()};
   } catch (const Failure& failure) {
     return {failure.code, call.describe() + ": " + failure.what()};
   }
@@ -510,6 +510,23 @@ void free_communicator(std::int64_t index) {
   handles_are_pointers ? free_made<void*>(communicator) : free_made<int>(communicator);
 }
 
+namespace {
+template <class H>
+void check_with_handles(const Frame& frame) {
+  Call<H>(mpi<H>(), frame).check_operation();
+}
+}  // namespace
+
+void check_operation(std::int64_t comm, const std::string& operation, std::int64_t site) {
+  Frame frame;
+  frame.operation = operation.c_str(), frame.attributes.comm = comm, frame.attributes.site = site;
+  handles_are_pointers ? check_with_handles<void*>(frame) : check_with_handles<int>(frame);
+}
+
+void carry_notes(std::uint64_t world) {
+  handles_are_pointers ? notes<void*>().carry(handle_as<void*>(world)) : notes<int>().carry(handle_as<int>(world));
+}
+
 std::vector<std::string> open_requests() {
   return handles_are_pointers ? requests<void*>().open() : requests<int>().open();
 }
@@ -517,6 +534,7 @@ std::vector<std::string> open_requests() {
 void leave_requests(int milliseconds) {
   const std::chrono::milliseconds patience(milliseconds);
   handles_are_pointers ? requests<void*>().leave(patience) : requests<int>().leave(patience);
+  handles_are_pointers ? notes<void*>().leave(pointer_mpi, patience) : notes<int>().leave(int_mpi, patience);
 }
 
 }  // namespace jaxcomm

@@ -30,6 +30,15 @@ struct Communicator {
   bool has_folds = false;
   std::uint64_t checks = 0;  // and for what ranks tell each other in checking mode (checks.hpp), made at first use
   bool has_checks = false;
+  // For notes on messages (notes.hpp): a number that all its ranks know it by, and no other communicator's, or 0; the
+  // ranks of its processes in the world, negative for one that is not there; whether mpi4py's methods have sent or
+  // received here, whose messages have no notes.
+  std::int64_t identity = 0;
+  std::vector<int> in_world;
+  bool mixed = false;
+  // In checking mode: the last operation that differentiation has passed by on this rank, in words. `raised_mutex`
+  // guards it.
+  std::string unlinked;
   // Of a communicator with a topology: its live edges as two distributed graphs, the second with all edges turned
   // round, and which edges of the topology, that number its blocks, those are, in the graph's order. See topology.py.
   std::uint64_t graph = 0, reversed_graph = 0;

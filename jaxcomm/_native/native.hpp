@@ -9,6 +9,7 @@
 
 #include "call.hpp"
 #include "checks.hpp"
+#include "notes.hpp"
 #include "reduce_ops.hpp"
 #include "requests.hpp"
 #include "trees.hpp"
@@ -49,6 +50,10 @@ std::int64_t add_own_reduction(const std::string& name, const std::string& dtype
 // Makes the call fail that a user's operation is called by.
 void set_raised(std::int64_t index, const std::string& what);
 void free_communicator(std::int64_t index);
+// Checking mode: as before a collective, for a method of mpi4py's own. Failure: the ranks differ.
+void check_operation(std::int64_t comm, const std::string& operation, std::int64_t site);
+// Notes on messages travel on this communicator from now on: a duplicate of the world.
+void carry_notes(std::uint64_t world);
 // What was started and never waited for, in words; and the end of it, as far as it can be had within some time.
 std::vector<std::string> open_requests();
 void leave_requests(int milliseconds);

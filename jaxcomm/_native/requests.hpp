@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "call.hpp"
+#include "checks.hpp"
 
 namespace jaxcomm {
 
@@ -44,9 +45,16 @@ class Pending {
   Pending(const Pending&) = delete;
   Pending& operator=(const Pending&) = delete;
 
+  // Whether there is no more to wait for. In checking mode that is so too where ranks do not do the same.
   bool arrived() {
     const std::lock_guard lock(mutex_);
-    return call.test();
+    return call.told() && (!call.differs().empty() || call.test());
+  }
+  // Whether MPI is done with its memory.
+  bool ended() {
+    const std::lock_guard lock(mutex_);
+    const bool told = call.told();
+    return call.test() && told;
   }
   const Buffer& result() const { return frame_.results[0]; }
 
@@ -78,7 +86,7 @@ class Requests {
 
   std::int64_t add(Shared pending) {
     const std::lock_guard lock(mutex_);
-    released_.remove_if([](const Shared& other) { return other->arrived(); });
+    released_.remove_if([](const Shared& other) { return other->ended(); });
     pending_[++last_] = std::move(pending);
     return last_;
   }
@@ -117,7 +125,7 @@ class Requests {
   }
   void release(Shared pending) {
     const std::lock_guard lock(mutex_);
-    released_.remove_if([](const Shared& other) { return other->arrived(); });
+    released_.remove_if([](const Shared& other) { return other->ended(); });
     released_.push_back(std::move(pending));
   }
   // Derivatives of messages that one receive could take for another find each other by their order alone. So refuses to
@@ -191,10 +199,10 @@ void Requests<H>::leave(std::chrono::milliseconds patience) {
   for (auto& entry : pending_) released_.push_back(entry.second);
   pending_.clear();
   for (const Shared& pending : released_)
-    if (!pending->arrived()) pending->call.cancel_receive();
+    if (!pending->ended()) pending->call.cancel_receive();
   const auto limit = std::chrono::steady_clock::now() + patience;
   while (!released_.empty() && std::chrono::steady_clock::now() < limit) {
-    released_.remove_if([](const Shared& pending) { return pending->arrived(); });
+    released_.remove_if([](const Shared& pending) { return pending->ended(); });
     std::this_thread::yield();
   }
 }
@@ -204,10 +212,16 @@ template <class Op>
 int Call<H>::start_later() {
   auto pending = std::make_shared<Pending<H>>(mpi, frame_);
   pending->call.record_ = record_;
-  const int code = Op::begin(pending->call);
+  int code = checking.load(std::memory_order_relaxed) ? pending->call.tell_later() : 0;
+  try {
+    if (code == 0) code = Op::begin(pending->call);
+  } catch (...) {
+    requests<H>().release(std::move(pending));
+    throw;
+  }
   if (code == 0)
     write_number(requests<H>().add(std::move(pending)), frame_.results[0]);
-  else if (pending->call.started() > 0)  // a part of it is under way
+  else  // a part of it may be under way
     requests<H>().release(std::move(pending));
   return code;
 }
@@ -270,6 +284,7 @@ int Call<H>::send() {
     if (code == 0) requests<H>().release(std::move(pending));
     return code;
   }
+  announce();
   const auto now = at_.mode == kSynchronous ? mpi.Ssend : mpi.Send;
   return now(in(), n_sent(), type(), dest(), sendtag(), comm());
 }
@@ -345,6 +360,11 @@ void Call<H>::copy_result(Count most) {
 
 template <class H>
 int Call<H>::collect(int code) {
+  if (pending_ != nullptr && !pending_->call.differs().empty()) {
+    const std::string differs = pending_->call.differs();
+    requests<H>().release(pending_);
+    throw Failure(differs);
+  }
   if (code != 0 || frame_.n_results == 0) return code;
   const Buffer& to = frame_.results[0];
   if (pending_ != nullptr)

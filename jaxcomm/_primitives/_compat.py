@@ -68,6 +68,7 @@ __all__ = [
     "allow_everywhere",
     "as_array",
     "call_site",
+    "calling_frame",
     "constant",
     "custom_call",
     "device_array",
@@ -94,6 +95,7 @@ __all__ = [
     "register_lowering",
     "run",
     "runtime_tokens",
+    "site_of",
     "trace_context",
     "tracing",
     "wrap_key",
@@ -288,15 +290,21 @@ def call_site(context: Any) -> tuple[str, str] | None:
     return None
 
 
-def calling_site() -> tuple[str, str] | None:
-    """As call_site, of the call that is being made."""
+def calling_frame() -> types.FrameType | None:
+    """The frame of the user's program that makes the call at hand."""
     frame = inspect.currentframe()
-    while frame is not None and not source_info_util.is_user_filename(frame.f_code.co_filename):
+    while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return None
+    return frame
+
+
+def site_of(frame: types.FrameType) -> tuple[str, str]:
+    """As call_site, of where a frame is."""
     file, function, line = frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno
     return f"{os.path.basename(file)}:{function}+{line - frame.f_code.co_firstlineno}", f"{file}:{line} ({function})"
+
+
+_is_users = functools.cache(source_info_util.is_user_filename)
 
 
 def register_lowering(

@@ -203,8 +203,8 @@ def _make_plan(op: Op, comm: Any, arrays: list[Any], params: Params) -> _Plan:
 
 
 def _given(op: Op, comm: Any, params: Params, dtype: Any) -> dict[str, Any]:
-    place = {"site": params["site"]} if params.get("site") else {}
-    return attributes.attributes(op, comm, params, dtype) | place
+    more = {name: int(params[name]) for name in ("site", "unlinked") if params.get(name)}
+    return attributes.attributes(op, comm, params, dtype) | more
 
 
 def _wired(
@@ -272,7 +272,9 @@ class _Record(threading.local):
 
 _record = _Record()
 bridge.set_profiled(profiled)
-bridge.set_kinds(array_type=_compat.ArrayImpl, op_type=MPI.Op, numpy_type=np.ndarray, x64=_compat.enable_x64)
+bridge.set_kinds(
+    array_type=_compat.ArrayImpl, op_type=MPI.Op, numpy_type=np.ndarray, x64=_compat.enable_x64, caller=lowering.caller
+)
 
 
 def was_mpi4pys(method: Callable[..., Any]) -> None:
@@ -303,8 +305,7 @@ def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
             result = method(comm, *args, **kwargs)
         finally:
             _record.calls = outer
-        # Whoever wants to know a call's place gets a plan for that place alone.
-        if len(calls) == 1 and not bridge.observed() and (how := _how(calls[0], args, kwargs, result)):
+        if len(calls) == 1 and (how := _how(calls[0], args, kwargs, result)):
             shortcuts.learn(comm, args, kwargs, how)
         return result
 

@@ -8,6 +8,7 @@ Results: y, or a link where this rank gets none; then the envelope if the row ha
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from mpi4py import MPI
 
+from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, eager, lowering, reductions, shapes
-from jaxcomm._primitives.op import TRACEABLE, TRACED, Adjoint, Op, Params
+from jaxcomm._primitives.op import FOR_DERIVATIVES, TRACEABLE, TRACED, Adjoint, Op, Params
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
@@ -152,7 +154,8 @@ def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: A
 
 def differentiated(row: Op, full: Params) -> Params:
     """The parameters of what is differentiated: a receive tells where its message came from, and messages keep order."""
-    return full | {name: True for name, _ in row.params if name in ("enveloped", "differentiated")}
+    given = {"enveloped": full.get("enveloped") or FOR_DERIVATIVES, "differentiated": True}
+    return full | {name: given[name] for name, _ in row.params if name in given}
 
 
 def zero_tangent(x: Any) -> Any:
@@ -231,7 +234,8 @@ def adjoint_of(row: Op, comm: Any, full: Params) -> Adjoint:
     adjoint = row.adjoint_on(comm)
     if adjoint is None or not row.linear(full):
         raise NotImplementedError(f"mpi_{row.name} is not linear and cannot be transposed")
-    return adjoint
+    checked = adjoint.checked and bridge.checking()
+    return dataclasses.replace(adjoint, name=adjoint.checked) if checked else adjoint
 
 
 def check_origin(row: Op, full: Params) -> None:
@@ -320,7 +324,7 @@ def _run(row: Op, /, *args: Any, comm: Any, unlinked: bool, **params: Any) -> li
     if not row.target:
         return [own_array(x) for x in arrays]
     known = {name: int(value) for name, value in scalars.items()}
-    return eager.run(row, comm, arrays, params | known)
+    return eager.run(row, comm, arrays, params | known | ({"unlinked": True} if unlinked else {}))
 
 
 def _lower(row: Op, context: Any, /, *args: Any, comm: Any, **params: Any) -> list[Any]:

@@ -42,7 +42,7 @@ NOTHING = np.array([-1, 0], np.float32)
 
 def startable(row: Op) -> bool:
     """Whether an operation has a nonblocking form: Sendrecv is two of them."""
-    return row.target is not None and row.operands < 2 and row.shapes is None
+    return row.target is not None and row.operands < 2 and row.shapes is None and not row.blocking_only
 
 
 @functools.cache

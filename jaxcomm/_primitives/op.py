@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 __all__ = [
     "BUFFERED",
+    "FOR_DERIVATIVES",
     "STANDARD",
     "SYNCHRONOUS",
     "TRACEABLE",
@@ -42,6 +43,9 @@ TRACED: Final = "traced"
 TRACEABLE: Final = ("dest", "source", "sendtag", "recvtag", "count", "received", "message")
 """The parameters that may be traced, in the order of their operands (the order of attributes.inc)."""
 
+
+FOR_DERIVATIVES: Final = 2
+"""The value of the parameter `enveloped` where the program does not ask how much a receive has got."""
 
 STANDARD, SYNCHRONOUS, BUFFERED = range(3)
 """How a send is done, its parameter `mode`: as in call.hpp."""
@@ -78,13 +82,14 @@ class Adjoint:
     """The operation that applies the transposed matrix, and its parameters in terms of this one's.
 
     `then` makes the cotangent of its result, where that is not the cotangent: (this one's parameters, result, an array like
-    the cotangent) -> cotangent.
+    the cotangent) -> cotangent. `checked` is the operation that checking mode puts in its place, if there is one.
     """
 
     name: str
     params: Callable[[Params], Params]
     says: str
     then: Callable[[Params, Any, Any], Any] = lambda params, back, like: back
+    checked: str = ""
 
 
 @dataclass(frozen=True)
@@ -103,12 +108,13 @@ class Op:
         rank (the name of the parameter that has their lengths), or is one such part ("part" of `counts`).
       lead_out: the same for the result.
       envelope: it receives: the template stays where nothing arrives, and so is an input of the linear map. With the
-        parameter `enveloped`, which derivatives set, it also returns int32 (source, tag, number of elements received, or
-        -1 for all of the template).
+        parameter `enveloped`, True or what derivatives set (FOR_DERIVATIVES), it also returns int32 (source, tag, number of
+        elements received, or -1 for all of the template).
       alias: the operand that may share the result's buffer, where it has its shape.
       adjoint: None where there is no derivative.
       adjoint_between: that on an intercommunicator, where it is another.
       shapes: (comm, params, operands) -> the results, where they do not follow from the leading axes.
+      blocking_only: whether it has no nonblocking form.
       native: the row of ops.inc that it runs, by default its own name; None where nothing is communicated and y is x.
       linear: whether y is linear in x for these parameters; elsewhere reductions.py has the derivative.
     """
@@ -126,6 +132,7 @@ class Op:
     adjoint: Adjoint | None = None
     adjoint_between: Adjoint | None = None
     shapes: Callable[[Any, Params, Sequence[Any]], list[Any]] | None = None
+    blocking_only: bool = False
     native: str | None = ""
     linear: Callable[[Params], bool] = lambda params: True
 

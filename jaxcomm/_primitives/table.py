@@ -186,13 +186,27 @@ _ROWS = (
         params=(_REDUCTION, _ORDERED),
         alias=0,
         native="allreduce",
-        adjoint=Adjoint("pvary", to.pick("ordered"), "the cotangent itself, which is the same on every rank"),
+        adjoint=Adjoint(
+            "pvary",
+            to.pick("ordered"),
+            "the cotangent itself, which is the same on every rank",
+            checked="replicated_cotangent",
+        ),
     ),
     Op(
         "pvary",
         "jax.lax.pvary; f of Megatron-LM, https://arxiv.org/abs/1909.08053, section 3",
         params=(_ORDERED,),
         native=None,
+        adjoint=Adjoint("allreduce_replicated", to.pick("ordered", op=SUM), "Allreduce of the cotangents (op=SUM)"),
+    ),
+    # As pvary; in checking mode, ranks compare what they have.
+    Op(
+        "replicated_cotangent",
+        "MPI 4.1, 6.9.6",
+        params=(_ORDERED,),
+        alias=0,
+        blocking_only=True,
         adjoint=Adjoint("allreduce_replicated", to.pick("ordered", op=SUM), "Allreduce of the cotangents (op=SUM)"),
     ),
     Op(

@@ -56,9 +56,9 @@ def communicator(name: str) -> Any:
     return importlib.import_module("jaxcomm").JaxComm(comm)
 
 
-def result(request):
+def result(request, status=None):
     """Wait. That of a barrier outside jit, which has no operand, is mpi4py's."""
-    y = request.Wait()
+    y = request.Wait(status)
     return None if isinstance(request, MPI.Request) else y
 
 
@@ -72,5 +72,5 @@ class InTwoHalves:
         start = getattr(self.comm, f"I{name[0].lower()}{name[1:]}", None) if name[0].isupper() else None
         return getattr(self.comm, name) if start is None else partial(self.half, start)
 
-    def half(self, start, *args, **kwargs):
-        return result(start(*args, **kwargs))
+    def half(self, start, *args, status=None, **kwargs):
+        return result(start(*args, **kwargs), status)

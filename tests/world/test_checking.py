@@ -13,6 +13,7 @@ WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
 ODD = RANK == SIZE - 1
 X = jnp.arange(4.0)
+RING = WORLD.Create_cart([SIZE], periods=[True])
 several_ranks = pytest.mark.skipif(SIZE < 2, reason="one rank does not disagree")
 MISMATCHES = {
     "operation": ("the operation", lambda x: WORLD.Allgather(x) if ODD else WORLD.Allreduce(x)),
@@ -25,6 +26,8 @@ MISMATCHES = {
     "order": ("the order", lambda x: WORLD.Allreduce(x, reproducible=ODD)),
     "ragged": ("dtype", lambda x: WORLD.Gatherv(x.astype(int) if ODD else x, counts=[4] * SIZE)),
     "barrier": ("the operation", lambda x: WORLD.Barrier() if ODD else WORLD.Bcast(x)),
+    "neighbours": ("dtype", lambda x: RING.Neighbor_allgather(x.astype(int) if ODD else x)),
+    "of neighbours": ("the operation", lambda x: RING.Neighbor_allgather(x) if ODD else RING.Neighbor_alltoall(x[:2])),
 }
 
 
@@ -54,6 +57,29 @@ def test_every_rank_is_told(name, jit):
     np.testing.assert_array_equal(WORLD.Allreduce(X), SIZE * X)
 
 
+LATER = {
+    "op": ("op", lambda c, x: c.Iallreduce(x, op=MPI.MAX if ODD else MPI.SUM)),
+    "dtype": ("dtype", lambda c, x: c.Ibcast(x.astype(jnp.int64) if ODD else x)),
+    "order": ("the operation", lambda c, x: c.Iallgather(x) if ODD else c.Iallreduce(x)),
+}
+
+
+@several_ranks
+@pytest.mark.parametrize("name", LATER)
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_who_waits_is_told(jit, name):
+    """Nonblocking collectives are compared as soon as somebody waits; the communicator cannot be used on."""
+    differs, start = LATER[name]
+    comm = jaxcomm.JaxComm(WORLD)  # it stays: MPI may not end what is under way
+    comm.Barrier()
+    with pytest.raises(Exception, match=f"do not do the same; they disagree on {differs}:") as raised:
+        jax.block_until_ready(jit(lambda x: start(comm, x).Wait())(X))
+    assert all(f", rank {rank} of {SIZE}" in str(raised.value) for rank in range(SIZE))
+    jaxcomm.flush()
+    y = jit(lambda x: WORLD.Iallreduce(x).Wait() + WORLD.Ibcast(x, SIZE - 1).Wait())(X)
+    np.testing.assert_array_equal(y, (SIZE + 1) * X)
+
+
 def test_what_agrees_is_done():
     rows = [r % 2 + 1 for r in range(SIZE)]
 
@@ -70,6 +96,77 @@ def test_what_agrees_is_done():
     np.testing.assert_array_equal(part, 1)
     grad = jax.grad(lambda x: jnp.sum(WORLD.Allreduce(x) ** 2))(X)
     np.testing.assert_allclose(grad, 2 * SIZE * SIZE * X)
+
+
+@pytest.mark.parametrize(
+    "of_mpi4py", [lambda: WORLD.Bcast(np.zeros(4)), lambda: WORLD.bcast(1), lambda: WORLD.Barrier()]
+)
+@several_ranks
+def test_methods_of_mpi4pys(of_mpi4py):
+    """Of these the operation is known, and where it is."""
+    with pytest.raises(RuntimeError, match="they disagree on the operation:") as raised:
+        of_mpi4py() if ODD else WORLD.Allreduce(X)
+    assert str(raised.value).count("test_checking.py:") >= SIZE
+    y = WORLD.Bcast(np.arange(4.0)) if RANK == 0 else WORLD.Bcast(X)
+    np.testing.assert_array_equal(X if y is None else y, X)
+
+
+jits = pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jitted", "eager"])
+
+
+@several_ranks
+@jits
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.complex128, jnp.bfloat16])
+def test_cotangents_that_are_not_replicated(jit, dtype):
+    def loss(x):
+        y = WORLD.Allreduce(x, replicated=True)
+        return jnp.sum(y.real.astype(jnp.float64) * jnp.arange(4) * (2 if ODD else 1))
+
+    with pytest.raises(Exception, match="they disagree on the value of the cotangent:") as raised:
+        jax.block_until_ready(jit(jax.grad(loss))(X.astype(dtype)))
+    text = str(raised.value)
+    assert f"On rank {SIZE - 1} it is not what it is on rank 0" in text
+    assert text.count("replicated_cotangent on ") >= SIZE
+    jaxcomm.flush()
+    np.testing.assert_array_equal(WORLD.Allreduce(X), SIZE * X)
+
+
+@jits
+def test_replicated_cotangents(jit):
+    """Not numbers and zeros of either sign are what they are on other ranks."""
+    odd_zero = jnp.array([-0.0 if ODD else 0.0, np.nan, 2.0, -1.0])
+    for dtype in (jnp.float64, jnp.float32):
+        g = jit(jax.grad(lambda x: jnp.sum(WORLD.Allreduce(x, replicated=True) * odd_zero.astype(x.dtype))))(
+            X.astype(dtype)
+        )
+        np.testing.assert_array_equal(g, odd_zero)
+    tree = {"a": X, "b": X[:2], "c": jnp.float32(2.0)}
+    g = jit(jax.grad(lambda t: sum(jnp.sum(y**2) for y in WORLD.Allreduce(t, replicated=True).values())))(tree)
+    jax.tree.map(lambda g, x: np.testing.assert_array_equal(g, 2 * SIZE * x), g, tree)
+    f = jaxcomm.shared_value_and_grad(lambda w, x: jnp.sum((w * x - 1) ** 2), WORLD)
+    value, g = jit(f)(X, X + RANK)
+    np.testing.assert_allclose(g, sum(2 * (X * (X + r) - 1) * (X + r) for r in range(SIZE)))
+    assert np.isfinite(value)
+    twice = jit(jax.grad(lambda x: jnp.sum(jax.grad(lambda x: WORLD.Allreduce(x, replicated=True)[0] ** 3)(x))))(X)
+    assert np.isfinite(twice).all()
+
+
+@several_ranks
+@jits
+def test_a_missing_link_is_named(jit):
+    """Where the template is a constant, the derivative of a broadcast does not run: the root is alone with it."""
+
+    def loss(x):
+        y = WORLD.Bcast(x if RANK == 0 else jnp.zeros(4))
+        return jnp.sum(WORLD.Allreduce(y * x))
+
+    with pytest.raises(Exception, match="they disagree on the operation:") as raised:
+        jax.block_until_ready(jit(lambda x: WORLD.Allreduce(jax.grad(loss)(x)))(X))
+    text = str(raised.value)
+    assert "Perhaps a derivative runs on some ranks only. Before, differentiation has passed by\n  bcast on " in text
+    assert "whose operands do not depend on what is differentiated" in text
+    assert f"bcast on MPI_COMM_WORLD, rank {SIZE - 1}" in text
+    jaxcomm.flush()
 
 
 def test_off_again_after_the_block():

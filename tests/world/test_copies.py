@@ -97,6 +97,7 @@ def test_short_and_missing_messages_keep_the_template_without_an_alias():
     x = jnp.arange(6.0) + WORLD.rank
     none = jax.jit(lambda x: WORLD.Recv(x, MPI.PROC_NULL))
     np.testing.assert_array_equal(none(x), x)
-    short = jax.jit(lambda x: WORLD.Sendrecv(x[:2], (WORLD.rank + 1) % SIZE, 0, x, (WORLD.rank - 1) % SIZE))
+    right, left, status = (WORLD.rank + 1) % SIZE, (WORLD.rank - 1) % SIZE, MPI.Status()
+    short = jax.jit(lambda x: WORLD.Sendrecv(x[:2], right, 0, x, left, status=status))
     origin = (WORLD.rank - 1) % SIZE
     np.testing.assert_array_equal(short(x), [origin, 1 + origin, *x[2:]])

@@ -86,6 +86,13 @@ world/$(1)/$(2): .envs/$(1)/ok
 	@.envs/$(1)/bin/python tests/launch.py -n $(2) --timeout $(TIMEOUT) -- tests/world $(call calculus,$(1),$(2)) $(call share,$(1),$(2)) $$(ARGS)
 endef
 
+# Checking mode raises no false alarm: some of the tests with it on, on 2 ranks under the first MPI.
+CHECKED := $(patsubst %,tests/world/test_%.py,messages drop_in order ragged functional values)
+.PHONY: checked
+checked: .envs/$(DEMO)/ok
+	@echo "== world tests in checking mode, 2 ranks, $(DEMO)"
+	@JAXCOMM_CHECK=1 .envs/$(DEMO)/bin/python tests/launch.py -n 2 --timeout $(TIMEOUT) -- $(CHECKED)
+
 define suites
 $(foreach part,single jobs,$(call plain,$(part),$(1))$(newline))
 $(foreach n,1 2 3 4,$(call world,$(1),$(n))$(newline))
@@ -98,6 +105,7 @@ $(foreach env,$(sort $(ENVS) $(MATRIX)),$(eval $(call suites,$(env))))
 
 test: $(if $(filter single,$(PARTS)),single/$(firstword $(ENVS)))
 test: $(if $(filter world,$(PARTS)),$(foreach env,$(ENVS),$(foreach n,$(or $(RANKS),1 2 3 4),world/$(env)/$(n))))
+test: $(if $(filter world,$(PARTS)),$(if $(RANKS)$(ARGS),,checked))
 test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%) $(if $(ARGS),,bench-smoke))
 matrix_ranks = $(or $(RANKS),$(if $(filter %-jax0.8.1-mpich,$(1)),2,3))
 test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(call matrix_ranks,$(env)),world/$(env)/$(n)))

@@ -93,6 +93,8 @@ def test_a_message_of_another_dtype(jit, way, n):
 @ways
 @sizes
 def test_a_message_that_is_longer(jit, way, n):
+    if n == LARGE and MPI.get_vendor()[0] == "Open MPI":
+        pytest.skip("Open MPI writes behind the buffer before it reports the error, also for mpi4py alone")
     text = fails_with(jit, WAYS[way], jnp.arange(2.0 * n), jnp.zeros(n))
     assert names_the_sender(text, way, 2 * n)
     assert f"the template has room for {n} x float64" in text

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from calculus import check_gradient, operations
 
-from jaxcomm import shared_value_and_grad
+from jaxcomm import checking, shared_value_and_grad
 
 WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -72,7 +72,8 @@ def test_shared_value_and_grad(jit):
     with_aux = lambda x, params: (loss(params, x), x)  # noqa: E731
     (value, aux), (g,) = jit(shared_value_and_grad(with_aux, WORLD, argnums=(-1,), has_aux=True))(X, params)
     assert (value, aux, g) == (expected, X, gradient)
-    counts = operations(shared_value_and_grad(loss, WORLD), params, X)
+    with checking(False):  # which compares the cotangents
+        counts = operations(shared_value_and_grad(loss, WORLD), params, X)
     assert sum(counts.values()) == 3  # the loss, and a message for each parameter
 
 

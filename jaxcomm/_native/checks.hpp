@@ -127,13 +127,14 @@ inline std::string unlinked(const Communicator& comm) {
   return comm.unlinked;
 }
 
-// Where differentiation has passed an operation by on some ranks only, the others do its derivative alone.
-inline std::string missing_link(const std::vector<std::string>& unlinked) {
+// Where differentiation has passed an operation by on some ranks only, the others do its derivative alone. `after`: how
+// many collectives came before each of `unlinked`, -1 where there is none.
+inline std::string missing_link(const std::vector<std::string>& unlinked, const std::vector<std::int64_t>& after) {
+  const std::int64_t latest = *std::max_element(after.begin(), after.end());
   std::string text;
-  for (const std::string& each : unlinked)
-    if (!each.empty()) text += "\n  " + each;
-  const bool all = std::none_of(unlinked.begin(), unlinked.end(), [](const std::string& each) { return each.empty(); });
-  if (text.empty() || all) return "";
+  for (std::size_t rank = 0; rank < unlinked.size(); ++rank)
+    if (after[rank] == latest) text += "\n  " + unlinked[rank];
+  if (latest < 0 || *std::min_element(after.begin(), after.end()) == latest) return "";
   return "\nPerhaps a derivative runs on some ranks only. Before, differentiation has passed by" + text +
          "\nLet the operands, templates too, depend on what is differentiated on every rank, or pass a token that does "
          "(docs/differentiation.md).";
@@ -150,7 +151,11 @@ void compare(const Communicator& comm, const Fingerprint& mine, std::string text
   if (differs.empty()) return;
   const std::vector<std::string> texts = exchanged(text, known.all.size(), tell);
   std::string message = disagreement(comm, differs, texts);
-  if (differs == kFields[0]) message += missing_link(exchanged(unlinked(comm), known.all.size(), tell));
+  if (differs == kFields[0]) {
+    std::vector<std::int64_t> after(known.all.size());
+    tell(&comm.unlinked_after, after.data(), 1, kInt64);
+    message += missing_link(exchanged(unlinked(comm), known.all.size(), tell), after);
+  }
   if (differs == kFields[kValue])
     message +=
         "\nOn rank " + known.others(kValue) +
@@ -163,7 +168,7 @@ template <class H>
 void Call<H>::remember_unlinked() {
   if (!checking.load(std::memory_order_relaxed)) return;
   const std::lock_guard lock(raised_mutex);
-  comm_.unlinked = describe();
+  comm_.unlinked = describe(), comm_.unlinked_after = comm_.agreed;
 }
 
 template <class H>
@@ -195,6 +200,7 @@ template <class H>
 void Call<H>::check_agreement(const Significance& what) {
   if (!what.collective || comm_.two_groups || comm_.size < 2) return;
   compare(comm_, fingerprint(what), describe(), teller());
+  ++comm_.agreed;
 }
 
 // Of a nonblocking collective, what ranks are about to do is on its way together with it, and is compared when somebody

@@ -39,6 +39,7 @@ struct Communicator {
   // In checking mode: the last operation that differentiation has passed by on this rank, in words. `raised_mutex`
   // guards it.
   std::string unlinked;
+  std::int64_t agreed = 0, unlinked_after = -1;  // how many collectives were alike so far, and before that operation
   // Of a communicator with a topology: its live edges as two distributed graphs, the second with all edges turned
   // round, and which edges of the topology, that number its blocks, those are, in the graph's order. See topology.py.
   std::uint64_t graph = 0, reversed_graph = 0;

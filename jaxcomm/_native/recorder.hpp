@@ -21,7 +21,7 @@ struct Facts {
   std::int64_t comm = 0, elements = 0, op = -1, root = kUnknown, dest = kUnknown, sendtag = 0, source = kUnknown,
                recvtag = 0, site = 0;
   std::int64_t apart = 0;  // on which duplicate: 0 the communicator itself, 1 that for derivatives, 2 that for folds
-  int code = 0;  // XLA_FFI_DataType; 0 where there is no payload
+  int code = 0;            // XLA_FFI_DataType; 0 where there is no payload
   bool unlinked = false;
 
   static constexpr std::int64_t kUnknown = std::numeric_limits<std::int64_t>::max();

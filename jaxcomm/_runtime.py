@@ -9,6 +9,8 @@ import traceback
 import warnings
 from types import TracebackType
 
+from jaxcomm import _processes
+
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where it finds no MPI library
@@ -97,6 +99,8 @@ def _leave() -> None:
     """Finish pending work while MPI is still there. Registered last, so it runs before mpi4py and JAX leave."""
     from jaxcomm.token import flush
 
+    if bridge.forked():
+        _processes.end_forked()
     if MPI.Is_finalized():
         return
     try:

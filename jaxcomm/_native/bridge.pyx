@@ -111,6 +111,9 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Outcome run_tree_operation(int, Tree&)
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
+    vector[pair[string, int64_t]] counts_ "jaxcomm::counts"() except +
+    atomic_bool forked_ "jaxcomm::forked"
+    const char* kForked
     vector[string] open_requests_ "jaxcomm::open_requests"() except +
     void leave_requests_ "jaxcomm::leave_requests"(int) except +
 
@@ -229,6 +232,22 @@ def add_status(uintptr_t address):
 def add_site(int64_t number, str text):
     """Say where the operations are written that carry this number."""
     sites.add(number, text.encode())
+
+
+def counts():
+    """Return how many rows each native table has, and how many messages and requests are open: {what: number}."""
+    return {what.decode(): number for what, number in counts_()}
+
+
+def forked():
+    """Whether this process was forked from a rank, and is none itself."""
+    return forked_.load()
+
+
+def refuse_forked():
+    """Raise RuntimeError in a process that was forked from a rank."""
+    if forked_.load():
+        raise RuntimeError((<bytes>kForked).decode())
 
 
 def open_requests():
@@ -451,6 +470,7 @@ cdef inline bint _quiet():
         and _owner == PyThread_get_thread_ident()
         and ended_programs.load() == _begun
         and getattr(_trace_context, _trace_name) is _no_trace
+        and not forked_.load()
         and not _has_token(_tokens.current_tokens)
     )
 

@@ -1,4 +1,6 @@
 // Expands ops.inc into XLA FFI handlers and eager calls; MPI errors become ffi errors, never an abort.
+#include <pthread.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -162,6 +164,8 @@ Outcome with_handles(Frame& frame, F run) {
 
 template <class Op, class F>
 Outcome with_call(Frame& frame, F run) {
+  // Before anything that takes a lock, which a thread that is gone may hold.
+  if (forked.load(std::memory_order_relaxed)) return {Failure::kNotFromMpi, std::string(Op::name) + ": " + kForked};
   frame.operation = Op::name;
   frame.data_operands = Op::data_operands;
   return handles_are_pointers ? with_handles<Op, void*>(frame, run) : with_handles<Op, int>(frame, run);
@@ -444,6 +448,7 @@ std::string load_mpi(const std::string& library_path, bool pointers) {
   void* handle = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (handle == nullptr) return "mpi4py's extension module " + library_path + " is not loaded";
   handles_are_pointers = pointers;
+  pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
   const Library library(handle);
   const std::string missing = pointers ? pointer_mpi.load(library) : int_mpi.load(library);
   return missing.empty() ? "" : "the MPI library lacks" + missing;
@@ -475,6 +480,16 @@ void free_communicator(std::int64_t index) {
   Communicator& communicator = communicators.at(index);
   communicator.freed = true;
   handles_are_pointers ? free_made<void*>(communicator) : free_made<int>(communicator);
+}
+
+std::vector<std::pair<std::string, std::int64_t>> counts() {
+  return {{"communicators", communicators.size()},
+          {"reductions", reductions.size()},
+          {"statuses", statuses.size()},
+          {"datatypes", datatypes.size()},
+          {"sites", sites.size()},
+          {"messages", messages.size()},
+          {"requests", handles_are_pointers ? requests<void*>().size() : requests<int>().size()}};
 }
 
 std::vector<std::string> open_requests() {

@@ -287,6 +287,7 @@ def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
         result = bridge.MISSED if bridge.observed() else shortcuts.run(comm, args, kwargs)
         if result is not bridge.MISSED:
             return result
+        bridge.refuse_forked()  # before JAX computes or compiles with threads that are gone
         calls: list[Any] = []
         outer, _record.calls = _record.calls, calls
         try:

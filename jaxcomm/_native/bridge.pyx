@@ -170,6 +170,8 @@ def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_nu
 def add_datatype(int code, uint64_t handle, int per_element, int itemsize, str name):
     """Say which MPI datatype carries XLA's element type `code`."""
     cdef Datatype row
+    if not 0 <= code < 64:
+        raise ValueError(f"no element type of XLA's has the number {code}")
     row.handle, row.per_element, row.bytes, row.name = handle, per_element, itemsize, name.encode()
     datatype_of_code[code] = datatypes.add(row)
 
@@ -351,6 +353,8 @@ cdef class Plan:
           attributes: {name: int or tuple of int}.
         """
         cdef int i
+        if len(operands) > 16 or len(results) > 16:
+            raise ValueError(f"at most 16 operands and 16 results, got {len(operands)} and {len(results)}")
         self.operation = operation
         self.frame.n_operands, self.frame.n_results = len(operands), len(results)
         for i, (elements, code) in enumerate(operands):
@@ -550,6 +554,8 @@ cdef class Shortcut:
           aval: of the first result, or None if there is none. committed: whether it is bound to its device.
           keep: what must live as long as this, since keys have its address.
         """
+        if plan.frame.n_operands > 4:
+            raise ValueError(f"at most 4 operands, got {plan.frame.n_operands}")
         self.plan, self.operands, self.returns, self.aval, self.committed = plan, operands, returns, aval, committed
         self.keep = keep
         self.memory, self.next = [], 0

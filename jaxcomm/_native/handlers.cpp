@@ -6,6 +6,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <thread>
 
@@ -440,9 +441,19 @@ int operation_index(const std::string& name) {
   return -1;
 }
 
-Outcome run_operation(int operation, Frame& frame) { return runners[operation](frame); }
+namespace {
 
-Outcome run_tree_operation(int operation, Tree& tree) { return tree_runners[operation](tree); }
+template <class Runners, class Buffers>
+Outcome run_numbered(const Runners& all, int operation, Buffers& buffers) {
+  if (operation >= 0 && operation < static_cast<int>(std::size(all))) return all[operation](buffers);
+  return {Failure::kNotFromMpi, "no operation has the number " + std::to_string(operation)};
+}
+
+}  // namespace
+
+Outcome run_operation(int operation, Frame& frame) { return run_numbered(runners, operation, frame); }
+
+Outcome run_tree_operation(int operation, Tree& tree) { return run_numbered(tree_runners, operation, tree); }
 
 std::string load_mpi(const std::string& library_path, bool pointers) {
   void* handle = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);

@@ -109,7 +109,7 @@ WATCHED := tests/single/test_entry_points.py $(patsubst %,tests/world/test_%.py,
            trees dtypes large threads checking random_programs) -m 'not calculus'
 sanitize: .envs/$(TAG)-build/deps .envs/$(SOAK_ENV)/ok
 	@JAXCOMM_SANITIZE=1 .envs/$(TAG)-build/bin/python setup.py -q build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp
-	@.envs/$(SOAK_ENV)/bin/python tests/sanitize.py $(SANITIZED)/lib -- $(or $(ARGS),$(WATCHED))
+	@.envs/$(SOAK_ENV)/bin/python tests/sanitize.py --package $(SANITIZED)/lib -- $(or $(ARGS),$(WATCHED))
 
 # Figures, tables and plots are left in build/benchmarks/<environment>; benchmarks/report.py makes docs/performance.md of them.
 BENCH_ENV := $(TAG)-bench-$(firstword $(MPI) mpich)

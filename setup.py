@@ -13,7 +13,7 @@ NATIVE = Path("jaxcomm/_native")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 # For `make sanitize`: a library that looks for its own errors, and needs LD_PRELOAD to be loaded. GCC's warnings are less
 # sure of themselves then.
-SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1", "-g1", "-Wno-error"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O0", "-g1", "-Wno-error"]
 sanitize = SANITIZE if os.environ.get("JAXCOMM_SANITIZE") else []
 
 

@@ -1,6 +1,6 @@
 """Run world tests on a native layer that GCC's address and undefined-behaviour sanitizers watch: `make sanitize`.
 
-    python tests/sanitize.py FOLDER [-n 2] -- tests/world/test_errors.py ...
+    python tests/sanitize.py --package FOLDER [-n 2] -- tests/world/test_errors.py ...
 
 FOLDER holds the package, built with JAXCOMM_SANITIZE=1. Leaks are not looked for: Python's are many. Whatever the
 sanitizers say about any rank fails the run, and is printed.
@@ -43,12 +43,12 @@ def complaints(result: Result) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run world tests under sanitizers.")
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("--package", type=Path, required=True, help="the folder that has it")
     parser.add_argument("-n", dest="ranks", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=1800)
     parser.add_argument("arguments", nargs="*", metavar="PYTEST_ARGUMENT")
     options = parser.parse_args()
-    env = ENVIRONMENT | {"PYTHONPATH": str(options.folder.resolve()), "LD_PRELOAD": preload()}
+    env = ENVIRONMENT | {"PYTHONPATH": str(options.package.resolve()), "LD_PRELOAD": preload()}
     # What watches is slow; only the clock of the whole counts. Output is not captured, or a crash would take it along.
     program = ["-m", "pytest", "-p", "no:cacheprovider", "-s", "-o", "timeout=0", *options.arguments]
     result = launch(program, options.ranks, options.timeout, env)

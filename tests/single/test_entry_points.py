@@ -24,13 +24,19 @@ def call(target, *operands, **attributes):
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target(target):
     """A communicator that is not there, an attribute that nobody knows, one of another type, too many arrays."""
+    tree = {"leaves": np.int64(1), "kinds": np.zeros(1, np.int64)} if target.startswith("tree_") else {}
     for comm in (10**6, -1, -(2**62)):
-        assert "an object that this process never made" in call(target, X, X, comm=np.int64(comm))
+        assert "an object that this process never made" in call(target, X, X, comm=np.int64(comm), **tree)
     assert "unknown attribute nonsense" in call(target, X, nonsense=np.int64(1))
     for wrong in (np.int32(0), np.float64(0), "0", True, np.zeros(2, np.int64)):
         assert "unknown attribute comm" in call(target, X, comm=wrong)
     assert "unknown attribute counts" in call(target, X, counts=np.int64(1))
-    if not target.startswith("tree_"):
+    if tree:
+        for leaves, kinds in ((-1, [0]), (TOO_MANY, [0] * TOO_MANY), (1, []), (1, [5]), (1, [-1]), (0, [])):
+            wrong = {"leaves": np.int64(leaves), "kinds": np.array(kinds, np.int64)}
+            text = call(target, *[X] * (TOO_MANY if leaves == 0 else 2), comm=np.int64(0), **wrong)
+            assert f"a tree of {leaves} leaves does not fit" in text
+    else:
         assert "too many operands or results" in call(target, *[X] * TOO_MANY, comm=np.int64(0))
 
 
@@ -48,7 +54,7 @@ def test_plans():
         with pytest.raises(IndexError):
             kind(known, [array], [array], {"comm": 0}).run([], [], 0)
         with pytest.raises(bridge.NativeError, match="an object that this process never made"):
-            kind(known, [array], [array], {"comm": 10**6}).run([X], [np.empty_like(X)], 0)
+            kind(known, [array], [array], {"comm": 10**6, "leaves": 1, "kinds": (0,)}).run([X], [np.empty_like(X)], 0)
         with pytest.raises((TypeError, OverflowError)):
             kind(known, [array], [array], {"comm": 2**70})
     with pytest.raises(KeyError):

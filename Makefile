@@ -1,8 +1,10 @@
-# make wheel | demo | test | test-matrix | bench | bench-peers | bench-smoke | lint | clean
+# make wheel | demo | test | test-matrix | soak | sanitize | bench | bench-peers | bench-smoke | lint | clean
 #
 # PYTHON=python3.12                       the interpreter (default: python3, else what there is from 3.11 on)
 # make test MPI=mpich RANKS=3 ARGS="-k Allreduce"    a part; RANKS alone means the tests under mpiexec alone
 # make test PARTS=single                  a part of: single (no mpiexec), world (under mpiexec), jobs (start one)
+# make soak MPI=openmpi SOAK="--programs 2000"             options of tests/soak/run.py: the long tests of docs/reliability.md
+# make sanitize ARGS="tests/world/test_values.py"          the native layer under sanitizers
 # make bench MPI=openmpi BENCH="--parts latency loops"     options of benchmarks/run.py; bench-peers: mpi4jax as well
 #
 # Environments (.envs/cp<Python>-jax<version>-<MPI>) and wheels are kept and renewed when their sources change.
@@ -27,7 +29,7 @@ MATRIX := cp311-jax0.8.1-mpich cp313-jaxnewest-openmpi cp311-jax0.10.2-impi
 MATRIX := $(foreach mpi,$(or $(MPI),mpich openmpi impi),$(filter %-$(mpi),$(MATRIX)))
 DEMO   := $(firstword $(ENVS))
 
-.PHONY: wheel demo test test-matrix bench bench-peers bench-smoke lint clean
+.PHONY: wheel demo test test-matrix soak sanitize bench bench-peers bench-smoke lint clean
 wheel: build/wheels/$(TAG)/ok
 
 # The interpreter that an environment or a wheel is named after.
@@ -109,6 +111,19 @@ test: $(if $(filter world,$(PARTS)),$(if $(RANKS)$(ARGS),,checked))
 test: $(if $(filter jobs,$(PARTS)),$(ENVS:%=jobs/%) $(if $(ARGS),,bench-smoke))
 matrix_ranks = $(or $(RANKS),$(if $(filter %-jax0.8.1-mpich,$(1)),2,3))
 test-matrix: $(foreach env,$(MATRIX),$(foreach n,$(call matrix_ranks,$(env)),world/$(env)/$(n)))
+
+# Hours; figures are left in build/soak/<environment>, and tests/soak/page.py makes docs/reliability.md of them.
+SOAK_ENV := $(TAG)-jaxnewest-$(firstword $(MPI) mpich)
+soak: .envs/$(SOAK_ENV)/ok
+	@.envs/$(SOAK_ENV)/bin/python tests/soak/run.py --output build/soak/$(SOAK_ENV) $(SOAK)
+
+# A build of its own, beside the wheel; the tests are those that reach most of the native layer.
+SANITIZED := build/sanitized/$(TAG)
+WATCHED := tests/single/test_entry_points.py $(patsubst %,tests/world/test_%.py,errors values messages requests ragged neighbors \
+           trees dtypes large threads checking random_programs) -m 'not calculus'
+sanitize: .envs/$(TAG)-build/deps .envs/$(SOAK_ENV)/ok
+	@JAXCOMM_SANITIZE=1 .envs/$(TAG)-build/bin/python setup.py -q build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp
+	@.envs/$(SOAK_ENV)/bin/python tests/sanitize.py --package $(SANITIZED)/lib -- $(or $(ARGS),$(WATCHED))
 
 # Figures, tables and plots are left in build/benchmarks/<environment>; benchmarks/report.py makes docs/performance.md of them.
 BENCH_ENV := $(TAG)-bench-$(firstword $(MPI) mpich)

@@ -1,5 +1,6 @@
 """Build the native library: a C++17 compiler, Cython and jaxlib's headers; no MPI (see docs/adr)."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,10 @@ from setuptools.command import build_ext
 
 NATIVE = Path("jaxcomm/_native")
 STRICT = ["-Wall", "-Wextra", "-Werror"]
+# For `make sanitize`: a library that looks for its own errors, and needs LD_PRELOAD to be loaded. GCC's warnings are less
+# sure of themselves then.
+SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O0", "-g1", "-Wno-error"]
+sanitize = SANITIZE if os.environ.get("JAXCOMM_SANITIZE") else []
 
 
 def jaxlib_headers() -> str:
@@ -29,7 +34,7 @@ def compile_parallel(self, sources, output_dir=None, macros=None, include_dirs=N
     def compile_one(item):
         target, (source, suffix) = item
         warnings = STRICT if NATIVE in Path(source).parents else ["-w"]
-        self._compile(target, source, suffix, common, [*extra, *warnings], pp_opts)
+        self._compile(target, source, suffix, common, [*extra, *warnings, *sanitize], pp_opts)
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(compile_one, build.items()))
@@ -48,6 +53,7 @@ bridge = Extension(
     depends=["setup.py", *(str(path) for path in sorted(NATIVE.iterdir()) if path.suffix in {".hpp", ".inc"})],
     include_dirs=[str(NATIVE)],
     extra_compile_args=["-std=c++17", "-O3", "-g0", "-fvisibility=hidden", "-isystem", jaxlib_headers()],
+    extra_link_args=sanitize,
     libraries=["dl", "pthread"],
     language="c++",
 )

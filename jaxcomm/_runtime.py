@@ -8,6 +8,9 @@ import sys
 import traceback
 import warnings
 from types import TracebackType
+from typing import Any
+
+from jaxcomm import _processes
 
 try:
     from mpi4py import MPI
@@ -34,10 +37,10 @@ def setting(name: str) -> bool:
 
 
 def number(name: str, default: int) -> int:
-    """Read an environment variable that is a number, not negative; ValueError for anything else."""
+    """Read an environment variable that is a number, not negative, below 10^18; ValueError for anything else."""
     value = os.environ.get(name, "").strip()
-    if value and not value.isdecimal():
-        raise ValueError(f"{name} must be a number, not negative, got {os.environ[name]!r}")
+    if value and not (value.isdecimal() and len(value) < 19):
+        raise ValueError(f"{name} must be a number, not negative and below 10^18, got {os.environ[name]!r}")
     return int(value or default)
 
 
@@ -110,6 +113,8 @@ def _leave() -> None:
     from jaxcomm import timeline
     from jaxcomm.token import flush
 
+    if bridge.forked():
+        _processes.end_forked()
     if MPI.Is_finalized():
         return
     try:
@@ -134,7 +139,8 @@ def abort_on_exception() -> None:
     """Make an uncaught exception on one rank end the whole job.
 
     Without it the other ranks wait for the one that failed, which itself waits in MPI_Finalize. Prints the traceback with
-    the rank, then calls MPI_Abort. The environment variable JAXCOMM_ABORT_ON_EXCEPTION=1 does the same at import.
+    the rank, then calls MPI_Abort. One in a function that Python calls at exit (atexit) counts, too. The environment
+    variable JAXCOMM_ABORT_ON_EXCEPTION=1 does the same at import.
     sys.exit(1) is no uncaught exception for Python: `python -m mpi4py`, mpi4py's own way, ends the job then too.
     """
 
@@ -150,7 +156,14 @@ def abort_on_exception() -> None:
                 sys.modules["jaxcomm.timeline"].finish()  # what this rank did tells why
         MPI.COMM_WORLD.Abort(1)
 
-    sys.excepthook = end_job
+    def end_job_at_exit(unraisable: Any) -> None:
+        """Python goes on where a function fails that it calls at exit, into MPI_Finalize, which waits for the others."""
+        if "atexit callback" in (unraisable.err_msg or ""):
+            end_job(unraisable.exc_type, unraisable.exc_value, unraisable.exc_traceback)
+        else:
+            sys.__unraisablehook__(unraisable)
+
+    sys.excepthook, sys.unraisablehook = end_job, end_job_at_exit
 
 
 _check_thread_level()

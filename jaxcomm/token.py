@@ -98,6 +98,7 @@ def run_in_turn(program: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _await_last() -> None:
     """As flush; that a program has failed is not the next one's fault, which warns: docs/adr/0005-failed-programs.md."""
+    bridge.refuse_forked()
     try:
         flush()
     except Exception as error:
@@ -114,6 +115,7 @@ def _last_program() -> Any:
 
 def _under_way() -> Any:
     """As _last_program, without those that are known to have ended."""
+    bridge.refuse_forked()
     last = _last_program()
     if last is None or not last.is_ready():
         return last
@@ -123,6 +125,7 @@ def _under_way() -> Any:
 
 def flush() -> None:
     """Wait until every operation that this thread has dispatched is done; raise what one of them raised."""
+    bridge.refuse_forked()  # nothing that was under way ends here
     last = _last_program()
     try:
         if last is not None:

@@ -150,6 +150,9 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     void start_watchdog_ "jaxcomm::start_watchdog"(Watch) except +
     void stop_watchdog_ "jaxcomm::stop_watchdog"()
     void listen_to_signals_ "jaxcomm::listen_to_signals"()
+    vector[pair[string, int64_t]] counts_ "jaxcomm::counts"() except +
+    atomic_bool forked_ "jaxcomm::forked"
+    const char* kForked
     vector[string] open_requests_ "jaxcomm::open_requests"() except +
     void leave_requests_ "jaxcomm::leave_requests"(int) except +
 
@@ -206,6 +209,8 @@ def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_nu
 def add_datatype(int code, uint64_t handle, int per_element, int itemsize, str name):
     """Say which MPI datatype carries XLA's element type `code`."""
     cdef Datatype row
+    if not 0 <= code < 64:
+        raise ValueError(f"no element type of XLA's has the number {code}")
     row.handle, row.per_element, row.bytes, row.name = handle, per_element, itemsize, name.encode()
     datatype_of_code[code] = datatypes.add(row)
 
@@ -291,6 +296,22 @@ def add_status(uintptr_t address):
 def add_site(int64_t number, str text):
     """Say where the operations are written that carry this number."""
     sites.add(number, text.encode())
+
+
+def counts():
+    """Return how many rows each native table has, and how many messages and requests are open: {what: number}."""
+    return {what.decode(): number for what, number in counts_()}
+
+
+def forked():
+    """Whether this process was forked from a rank, and is none itself."""
+    return forked_.load()
+
+
+def refuse_forked():
+    """Raise RuntimeError in a process that was forked from a rank."""
+    if forked_.load():
+        raise RuntimeError((<bytes>kForked).decode())
 
 
 def open_requests():
@@ -484,6 +505,8 @@ cdef class Plan:
           attributes: {name: int or tuple of int}.
         """
         cdef int i
+        if len(operands) > 16 or len(results) > 16:
+            raise ValueError(f"at most 16 operands and 16 results, got {len(operands)} and {len(results)}")
         self.operation = operation
         self.frame.n_operands, self.frame.n_results = len(operands), len(results)
         for i, (elements, code) in enumerate(operands):
@@ -603,6 +626,7 @@ cdef inline bint _quiet():
         and _owner == PyThread_get_thread_ident()
         and ended_programs.load() == _begun
         and getattr(_trace_context, _trace_name) is _no_trace
+        and not forked_.load()
         and not _has_token(_tokens.current_tokens)
     )
 
@@ -683,6 +707,8 @@ cdef class Shortcut:
           aval: of the first result, or None if there is none. committed: whether it is bound to its device.
           keep: what must live as long as this, since keys have its address.
         """
+        if plan.frame.n_operands > 4:
+            raise ValueError(f"at most 4 operands, got {plan.frame.n_operands}")
         self.plan, self.operands, self.returns, self.aval, self.committed = plan, operands, returns, aval, committed
         self.keep = keep
         self.memory, self.next = [], 0

@@ -1,9 +1,12 @@
 // Expands ops.inc into XLA FFI handlers and eager calls; MPI errors become ffi errors, never an abort.
+#include <pthread.h>
+
 #include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <iterator>
 #include <memory>
 #include <thread>
 
@@ -194,6 +197,8 @@ Outcome with_handles(Frame& frame, F run) {
 
 template <class Op, class F>
 Outcome with_call(Frame& frame, F run) {
+  // Before anything that takes a lock, which a thread that is gone may hold.
+  if (forked.load(std::memory_order_relaxed)) return {Failure::kNotFromMpi, std::string(Op::name) + ": " + kForked};
   frame.operation = Op::name;
   frame.data_operands = Op::data_operands;
   return handles_are_pointers ? with_handles<Op, void*>(frame, run) : with_handles<Op, int>(frame, run);
@@ -469,14 +474,25 @@ int operation_index(const std::string& name) {
   return -1;
 }
 
-Outcome run_operation(int operation, Frame& frame) { return runners[operation](frame); }
+namespace {
 
-Outcome run_tree_operation(int operation, Tree& tree) { return tree_runners[operation](tree); }
+template <class Runners, class Buffers>
+Outcome run_numbered(const Runners& all, int operation, Buffers& buffers) {
+  if (operation >= 0 && operation < static_cast<int>(std::size(all))) return all[operation](buffers);
+  return {Failure::kNotFromMpi, "no operation has the number " + std::to_string(operation)};
+}
+
+}  // namespace
+
+Outcome run_operation(int operation, Frame& frame) { return run_numbered(runners, operation, frame); }
+
+Outcome run_tree_operation(int operation, Tree& tree) { return run_numbered(tree_runners, operation, tree); }
 
 std::string load_mpi(const std::string& library_path, bool pointers) {
   void* handle = dlopen(library_path.c_str(), RTLD_NOW | RTLD_NOLOAD);
   if (handle == nullptr) return "mpi4py's extension module " + library_path + " is not loaded";
   handles_are_pointers = pointers;
+  pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
   const Library library(handle);
   const std::string missing = pointers ? pointer_mpi.load(library) : int_mpi.load(library);
   return missing.empty() ? "" : "the MPI library lacks" + missing;
@@ -525,6 +541,16 @@ void check_operation(std::int64_t comm, const std::string& operation, std::int64
 
 void carry_notes(std::uint64_t world) {
   handles_are_pointers ? notes<void*>().carry(handle_as<void*>(world)) : notes<int>().carry(handle_as<int>(world));
+}
+
+std::vector<std::pair<std::string, std::int64_t>> counts() {
+  return {{"communicators", communicators.size()},
+          {"reductions", reductions.size()},
+          {"statuses", statuses.size()},
+          {"datatypes", datatypes.size()},
+          {"sites", sites.size()},
+          {"messages", messages.size()},
+          {"requests", handles_are_pointers ? requests<void*>().size() : requests<int>().size()}};
 }
 
 std::vector<std::string> open_requests() {

@@ -78,6 +78,10 @@ class Table {
       throw Failure("a compiled program refers to an object that this process never made");
     return rows_[static_cast<std::size_t>(index)];
   }
+  std::int64_t size() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(rows_.size());
+  }
 
  private:
   std::mutex mutex_;
@@ -96,6 +100,10 @@ class Sites {
     const auto found = texts_.find(number);
     return found == texts_.end() ? "" : found->second;
   }
+  std::int64_t size() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(texts_.size());
+  }
 
  private:
   std::mutex mutex_;
@@ -109,6 +117,10 @@ class Messages {
   std::int64_t add(H handle);
   template <class H>
   H take(std::int64_t number);
+  std::int64_t size() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(found_.size());
+  }
 
  private:
   std::mutex mutex_;

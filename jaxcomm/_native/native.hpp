@@ -32,6 +32,19 @@ inline std::atomic<std::int64_t> ended_programs{0};
 void* end_handler();    // an XLA FFI handler: counts one
 void* empty_handler();  // one that does nothing
 
+// Whether this process was forked from one that uses MPI. It has one thread of those that MPI and XLA started, and
+// whatever locks the others held; MPI 4.1, 11.5, leaves fork to the implementation, and none lets the child
+// communicate.
+inline std::atomic<bool> forked{false};
+inline constexpr const char* kForked =
+    "this process was forked from a rank of an MPI job and is none itself: it has neither MPI's connections nor the "
+    "threads "
+    "of JAX, and would wait for ever. Communicate in the parent; let forked workers (multiprocessing, os.fork) work on "
+    "NumPy "
+    "arrays, or start more ranks with mpiexec instead";
+// How many rows the tables have, and how many messages and requests are open.
+std::vector<std::pair<std::string, std::int64_t>> counts();
+
 // Loads the entry points from an MPI that is in the process already. Returns an error message, or "".
 std::string load_mpi(const std::string& library_path, bool handles_are_pointers);
 bool has_large_counts();

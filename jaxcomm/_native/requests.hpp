@@ -120,13 +120,12 @@ class Requests {
     const std::lock_guard lock(mutex_);
     const auto found = pending_.find(number);
     if (found == pending_.end()) return;
-    released_.push_back(std::move(found->second));
+    keep_until_ended(std::move(found->second));
     pending_.erase(found);
   }
   void release(Shared pending) {
     const std::lock_guard lock(mutex_);
-    released_.remove_if([](const Shared& other) { return other->ended(); });
-    released_.push_back(std::move(pending));
+    keep_until_ended(std::move(pending));
   }
   // Derivatives of messages that one receive could take for another find each other by their order alone. So refuses to
   // end one, or to do one at once, while an earlier one is open.
@@ -142,6 +141,11 @@ class Requests {
             "). Their derivatives could not be told apart: wait for "
             "them in the order in which they were started, or give them different tags");
       }
+  }
+  // Those that nobody has waited for yet, or that MPI is still at work on.
+  std::int64_t size() {
+    const std::lock_guard lock(mutex_);
+    return static_cast<std::int64_t>(pending_.size() + released_.size());
   }
   // What was never waited for, in words.
   std::vector<std::string> open() {
@@ -162,6 +166,10 @@ class Requests {
   void excuse(const Attributes& one) {
     for (const auto& entry : pending_)
       if (entry.second->call.alike(one)) entry.second->excused = true;
+  }
+  void keep_until_ended(Shared pending) {
+    released_.remove_if([](const Shared& other) { return other->ended(); });
+    released_.push_back(std::move(pending));
   }
   void forget(std::int64_t number) {
     const std::lock_guard lock(mutex_);

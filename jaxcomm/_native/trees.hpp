@@ -105,10 +105,23 @@ inline std::vector<Buffer> chosen(const std::vector<Buffer>& from, const std::ve
   return out;
 }
 
+// What is said of the leaves must fit what is there, as nobody else looks at it.
+inline void check_leaves(const Tree& tree, int data_operands) {
+  const Attributes& at = tree.attributes;
+  const auto here = static_cast<std::int64_t>(tree.operands.size());
+  const auto kinds = static_cast<std::int64_t>(at.kinds.size), ops = static_cast<std::int64_t>(at.ops.size);
+  bool fits = at.leaves >= 0 && at.leaves <= here && at.leaves * data_operands <= here &&
+              here - at.leaves * data_operands <= kMostBuffers && kinds >= at.leaves && (ops == 0 || ops >= at.leaves);
+  for (std::int64_t i = 0; fits && i < at.leaves; ++i) fits = at.kinds.data[i] >= 0 && at.kinds.data[i] < at.leaves;
+  if (!fits)
+    throw Failure("a tree of " + std::to_string(at.leaves) + " leaves does not fit the arrays that came with it");
+}
+
 // Runs an operation on all leaves. `run` is that of a Frame: it returns something with a `code`.
 template <class F>
 auto run_tree(Tree& tree, int data_operands, F run) {
   using Outcome = decltype(run(std::declval<Frame&>()));
+  check_leaves(tree, data_operands);
   const int leaves = static_cast<int>(tree.attributes.leaves);
   Frame known;
   known.attributes = tree.attributes;

@@ -299,6 +299,7 @@ def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
             return result if result is not bridge.MISSED else the_long_way(comm, args, kwargs)
 
     def the_long_way(comm: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bridge.refuse_forked()  # before JAX computes or compiles with threads that are gone
         calls: list[Any] = []
         outer, _record.calls = _record.calls, calls
         try:

@@ -316,7 +316,16 @@ def test_debug_logs_each_operation():
             assert re.fullmatch(re.escape(f"jaxcomm: {what}: done in ") + r"\d+\.\d us", ends)
 
 
-@pytest.mark.parametrize("name", ["JAXCOMM_DEBUG", "JAXCOMM_ABORT_ON_EXCEPTION"])
+MALFORMED = {
+    "JAXCOMM_DEBUG": "must be 0 or 1",
+    "JAXCOMM_CHECK": "must be 0 or 1",
+    "JAXCOMM_ABORT_ON_EXCEPTION": "must be 0 or 1",
+    "JAXCOMM_BUCKET": "must be a number, not negative and below 10^18",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_settings(name):
+    """Told at import, before anything is computed, and in one line that names the variable."""
     stderr = start("import jaxcomm", **{name: "maybe"})
-    assert f"ValueError: {name} must be 0 or 1, got 'maybe'" in stderr
+    assert stderr.splitlines()[-1] == f"ValueError: {name} {MALFORMED[name]}, got 'maybe'"

@@ -17,6 +17,7 @@ RANK, SIZE = WORLD.rank, WORLD.size
 RIGHT, LEFT = (RANK + 1) % SIZE, (RANK - 1) % SIZE
 SMALL, LARGE = 4, 1 << 17  # at once; in two steps
 jits = pytest.mark.parametrize("jit", [jax.jit, jaxcomm.jit, lambda f: f], ids=["jit", "jaxcomm.jit", "eager"])
+pytestmark = pytest.mark.skipif(SIZE < 2, reason="a message to oneself may wait for its receive, which comes behind it")
 sizes = pytest.mark.parametrize("n", [SMALL, LARGE], ids=["small", "large"])
 
 

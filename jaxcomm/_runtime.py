@@ -68,6 +68,7 @@ def _load() -> None:
         proc_null=MPI.PROC_NULL,
         root=MPI.ROOT,
         tag_ub=TAG_UB,
+        err_truncate=MPI.ERR_TRUNCATE,
         status_bytes=size,
         status_source_at=source_at,
         status_tag_at=tag_at,

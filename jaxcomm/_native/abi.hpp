@@ -39,7 +39,7 @@ using Combiner = void(void* in, void* inout, int* count, void* datatype);
 
 struct Constants {
   void* in_place = nullptr;
-  int any_source = 0, any_tag = 0, proc_null = 0, root = 0, tag_ub = 0;
+  int any_source = 0, any_tag = 0, proc_null = 0, root = 0, tag_ub = 0, err_truncate = 0;
   std::uint64_t op_null = 0;
   std::size_t status_bytes = 0, status_source_at = 0, status_tag_at = 0;
   // The most elements that are given to a small-count entry point, and whether the others are passed by: for tests.

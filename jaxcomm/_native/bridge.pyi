@@ -14,6 +14,7 @@ def set_constants(
     proc_null: int,
     root: int,
     tag_ub: int,
+    err_truncate: int,
     status_bytes: int,
     status_source_at: int,
     status_tag_at: int,

@@ -19,7 +19,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
 
     cdef struct Constants:
         void* in_place
-        int any_source, any_tag, proc_null, root, tag_ub
+        int any_source, any_tag, proc_null, root, tag_ub, err_truncate
         uint64_t op_null
         size_t status_bytes, status_source_at, status_tag_at
         Count small_count_limit
@@ -195,13 +195,13 @@ def load(str library_path, bint handles_are_pointers):
         raise ImportError(error.decode())
 
 
-def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int root, int tag_ub,
+def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int root, int tag_ub, int err_truncate,
                   size_t status_bytes, size_t status_source_at, size_t status_tag_at):
     """Tell the native layer what an mpi.h would have told it."""
     constants.in_place = <void*><uintptr_t>(in_place & 0xFFFFFFFFFFFFFFFF)
     constants.op_null = op_null & 0xFFFFFFFFFFFFFFFF
     constants.any_source, constants.any_tag, constants.proc_null = any_source, any_tag, proc_null
-    constants.root, constants.tag_ub = root, tag_ub
+    constants.root, constants.tag_ub, constants.err_truncate = root, tag_ub, err_truncate
     constants.status_bytes = status_bytes
     constants.status_source_at, constants.status_tag_at = status_source_at, status_tag_at
 

@@ -278,7 +278,8 @@ int Call<H>::give_up_or_end(F start, int template_operand) {
   std::memcpy(status()->bytes, pending->call.status()->bytes, constants.status_bytes);
   Count came = 0;
   const int counted = mpi.Get_elements_x(status(), type(), &came);
-  const auto bytes = static_cast<std::size_t>(came / datatype().per_element * datatype().bytes);
+  const Count whole = std::min<Count>(came / datatype().per_element, to.elements);
+  const auto bytes = static_cast<std::size_t>(whole * datatype().bytes);
   if (bytes > 0) std::memcpy(to.data, from.data, bytes);
   return envelope(counted, template_operand);
 }

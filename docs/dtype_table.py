@@ -26,7 +26,7 @@ INTRODUCTION = """# dtypes
 Every operation that moves arrays takes every dtype below, typed PRNG keys, and float0. So does every form of it: eager and
 in jit, nonblocking (`I...`) and persistent (`..._init`), on every MPI. Written by `python docs/dtype_table.py`.
 
-- moving: {moving}
+- moving: {moving}; and what is made of these: Ssend, Bsend, Rsend, Sendrecv_replace, Neighbor_alltoall
 - reducing: {reducing}
 
 | dtype | travels as | derivative | {names} |

@@ -132,6 +132,8 @@ def keep(paths: list[Path]) -> None:
     KEPT.mkdir(exist_ok=True)
     for path in paths:
         run = json.loads(path.read_text())
+        if "ends" not in run:
+            run.pop("limit", None)  # which is theirs
         kept_at = KEPT / f"{re.sub(r'[^a-z]+', '-', name(run).lower()).strip('-')}.json"
         if kept_at.exists() and (there := json.loads(kept_at.read_text()))["machine"] == run["machine"]:
             run = there | run

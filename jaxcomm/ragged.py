@@ -337,4 +337,4 @@ def exchange(comm: Any, sendcounts: Any) -> Counts:
     where = "exchange_counts: sendcounts"
     if _is_one(sendcounts):
         return tuple(comm.allgather(static_counts(sendcounts, 1, where)[0]))
-    return tuple(comm.alltoall(list(static_counts(sendcounts, comm.size, where))))
+    return tuple(comm.alltoall(list(static_counts(sendcounts, comm.peers, where))))

@@ -208,6 +208,15 @@ def test_merge():
     np.testing.assert_allclose(merged.Allreduce(jnp.asarray(MINE)), sum(operand(r) for r in range(SIZE)), rtol=1e-14)
 
 
+def test_exchange_counts():
+    """One for each rank of the other group, where the groups differ in size."""
+    inter = between()
+    assert inter.exchange_counts([10 * RANK + r for r in THERE]) == tuple(10 * r + RANK for r in THERE)
+    assert inter.exchange_counts(RANK) == tuple(THERE)
+    with pytest.raises(ValueError, match=f"sendcounts must have {len(THERE)} elements"):
+        inter.exchange_counts([1] * (len(THERE) + 1))
+
+
 def test_numpy_buffers_are_mpi4pys():
     received = np.empty((between().remote_size, 3))
     assert between().Allgather(MINE, received) is None

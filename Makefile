@@ -59,12 +59,12 @@ build/wheels/%/ok: .envs/%-build/deps $(SOURCES)
 demo: .envs/$(DEMO)/ok .envs/$(DEMO)/examples
 	@OMP_NUM_THREADS=1 OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 .envs/$(DEMO)/bin/mpiexec -n 2 .envs/$(DEMO)/bin/python -P examples/digits.py
 
-# plain(part, environment): the tests that pytest runs by itself, those of the examples under the first MPI only; that ARGS selects none of them (5) is no failure.
+# plain(part, environment): the tests that pytest runs by itself, those of the examples and half of the jobs under the first MPI only; that ARGS selects none of them (5) is no failure.
 define plain
 .PHONY: $(1)/$(2)
 $(1)/$(2): .envs/$(2)/ok $(if $(filter jobs,$(1)),.envs/$(2)/examples)
 	@echo "== $(1) tests, $(2)"
-	@.envs/$(2)/bin/pytest tests/$(1) $(if $(filter jobs,$(1)),$(if $(filter $(DEMO),$(2)),,--ignore tests/jobs/test_examples.py)) $$(ARGS) || [ $$$$? = 5 -a -n '$$(ARGS)' ]
+	@.envs/$(2)/bin/pytest tests/$(1) $(if $(filter jobs,$(1)),$(if $(filter $(DEMO),$(2)),,--ignore tests/jobs/test_examples.py $(if $(MPI),,--share 1/2))) $$(ARGS) || [ $$$$? = 5 -a -n '$$(ARGS)' ]
 endef
 
 # Derivatives and vmap take the most time and are the same Python and XLA under every MPI and number of ranks from 3 on:
@@ -74,9 +74,9 @@ CALCULUS := $(patsubst %,%/2,$(filter %-jax0.8.1-mpich,$(MATRIX))) $(patsubst %,
             $(TAG)-jaxnewest-mpich/3
 calculus = $(if $(RANKS)$(filter $(1)/$(2),$(CALCULUS)),,-m 'not calculus')
 
-# Four ranks on two cores take the most time for the least news, so each test runs there under one of the two MPIs, and so
-# with the environments of the matrix. RANKS= and MPI= run all.
-HALF_0 := $(TAG)-jaxnewest-mpich/4 $(patsubst %,%/2,$(filter %-jax0.8.1-mpich,$(MATRIX))) $(patsubst %,%/3,$(filter %-impi,$(MATRIX)))
+# Four ranks on two cores take the most time for the least news, so each test runs there under one of the two MPIs; under
+# Open MPI on two or on three ranks; and in one of the two environments of the matrix. RANKS= and MPI= run all.
+HALF_0 := $(TAG)-jaxnewest-mpich/4 $(TAG)-jaxnewest-openmpi/2 $(patsubst %,%/2,$(filter %-jax0.8.1-mpich,$(MATRIX))) $(patsubst %,%/3,$(filter %-impi,$(MATRIX)))
 HALF_1 := $(TAG)-jaxnewest-openmpi/3 $(TAG)-jaxnewest-openmpi/4 $(patsubst %,%/3,$(filter cp313-%,$(MATRIX)))
 share = $(if $(RANKS)$(MPI),,$(if $(filter $(1)/$(2),$(HALF_0)),--share 0/2,$(if $(filter $(1)/$(2),$(HALF_1)),--share 1/2)))
 

@@ -1,6 +1,7 @@
 """For all tests: hypothesis draws the same everywhere, and launch.py learns what each rank did."""
 
 import os
+import zlib
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,21 @@ settings.register_profile("jaxcomm", derandomize=True, database=None, deadline=N
 settings.load_profile("jaxcomm")
 
 SEVERITY = ("passed", "skipped", "failed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the tests, from 0/N to N-1/N")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.share is None:
+        return
+    share, shares = map(int, config.option.share.split("/"))
+    # By name, so that a test stays in its share when others come and go.
+    mine = [zlib.crc32(item.name.encode()) % shares == share for item in items]
+    config.hook.pytest_deselected(items=[item for item, kept in zip(items, mine, strict=True) if not kept])
+    items[:] = [item for item, kept in zip(items, mine, strict=True) if kept]
 
 
 class Journal:

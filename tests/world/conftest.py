@@ -31,21 +31,10 @@ def abort(why: str) -> None:
 CALCULUS = {"test_derivatives", "test_vmap", "test_one_sided", "test_replicated", "test_checkpoint"}
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the tests, from 0/N to N-1/N")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in CALCULUS:
             item.add_marker("calculus")
-    if config.option.share is not None:
-        share, shares = map(int, config.option.share.split("/"))
-        # By name, so that a test stays in its share when others come and go.
-        mine = [zlib.crc32(item.name.encode()) % shares == share for item in items]
-        config.hook.pytest_deselected(items=[item for item, kept in zip(items, mine, strict=True) if not kept])
-        items[:] = [item for item, kept in zip(items, mine, strict=True) if kept]
 
 
 def pytest_internalerror(excrepr: object) -> None:

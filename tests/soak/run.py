@@ -77,7 +77,6 @@ def main() -> int:
     )
     options = parser.parse_args()
     ranks, result = options.ranks, {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": machine()}
-    result |= {"limit": options.limit}
     most = options.seconds + 600
     for name, on, specification in (
         ("programs", ranks, {"programs": options.programs, "seconds": options.seconds}),
@@ -88,6 +87,7 @@ def main() -> int:
             result[name] = job(f"{name}.py", on, most, **specification) | {"ranks": on}
             print(name, {k: v for k, v in result[name].items() if k != "held"}, flush=True)
     if options.limit:
+        result["limit"] = options.limit
         result["ends"] = [row | {"ranks": ranks} for row in ends.run(ranks, options.limit)]
     options.output.mkdir(parents=True, exist_ok=True)
     text = re.sub(r"}, {", "},\n{", json.dumps(result)).replace("[{", "[\n{")

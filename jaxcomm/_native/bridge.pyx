@@ -195,8 +195,8 @@ def load(str library_path, bint handles_are_pointers):
         raise ImportError(error.decode())
 
 
-def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int root, int tag_ub, int err_truncate,
-                  size_t status_bytes, size_t status_source_at, size_t status_tag_at):
+def set_constants(*, in_place, op_null, int any_source, int any_tag, int proc_null, int root, int tag_ub,
+                  int err_truncate, size_t status_bytes, size_t status_source_at, size_t status_tag_at):
     """Tell the native layer what an mpi.h would have told it."""
     constants.in_place = <void*><uintptr_t>(in_place & 0xFFFFFFFFFFFFFFFF)
     constants.op_null = op_null & 0xFFFFFFFFFFFFFFFF

@@ -120,7 +120,7 @@ soak: .envs/$(SOAK_ENV)/ok
 # A build of its own, beside the wheel; the tests are those that reach most of the native layer.
 SANITIZED := build/sanitized/$(TAG)
 WATCHED := tests/single/test_entry_points.py $(patsubst %,tests/world/test_%.py,errors values messages requests ragged neighbors \
-           trees dtypes large threads checking random_programs) -m 'not calculus'
+           trees dtypes large threads checking checked_messages timeline random_programs) -m 'not calculus'
 sanitize: .envs/$(TAG)-build/deps .envs/$(SOAK_ENV)/ok
 	@JAXCOMM_SANITIZE=1 .envs/$(TAG)-build/bin/python setup.py -q build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/temp
 	@.envs/$(SOAK_ENV)/bin/python tests/sanitize.py --package $(SANITIZED)/lib -- $(or $(ARGS),$(WATCHED))

@@ -99,7 +99,7 @@ struct Significance {
 
 inline constexpr std::int32_t kNoMessage = -2;  // that of a matched probe which found none
 
-// How a send is done: MPI 4.1, 3.4. A ready send is a standard one that promises more.
+// How a send is done: MPI 4.1, 3.4. A ready send is a standard one that promises more. Nobody waits for a buffered one.
 enum Mode : std::int64_t { kStandard = 0, kSynchronous = 1, kBuffered = 2 };
 
 template <class Handle>
@@ -159,7 +159,8 @@ class Call {
   // combined, then those of these pairs, and so on; one that has no other waits for the next round.
   bool in_order() const { return at_.ordered != 0; }
   // Whether its nonblocking form does the same, and may be waited for: not so in a fixed order, and buffered.
-  bool may_take_long() const { return !in_order() && at_.mode != kBuffered; }
+  bool may_take_long() const { return !in_order() && !is_buffered(); }
+  bool is_buffered() const { return at_.mode == kBuffered; }
   int allreduce_in_order() { return reduce_in_order(true); }
   int reduce_in_order() { return reduce_in_order(false); }
   int dest() const { return peer(at_.dest, "dest", false); }

@@ -215,9 +215,15 @@ void Requests<H>::leave(std::chrono::milliseconds patience) {
   }
 }
 
+// A buffered send is no request: nobody need wait for it. Nor is a receive on the shadow communicator from ANY_SOURCE: that
+// is the derivative of the wait for a send, and the message is received when that is waited for, which knows from whom.
 template <class H>
 template <class Op>
 int Call<H>::start_later() {
+  if (at_.shadow != 0 && (at_.source == constants.any_source || at_.recvtag == constants.any_tag)) {
+    write_number(kNoRequest, frame_.results[0]);
+    return 0;
+  }
   auto pending = std::make_shared<Pending<H>>(mpi, frame_);
   pending->call.record_ = record_;
   int code = checking.load(std::memory_order_relaxed) ? pending->call.tell_later() : 0;
@@ -227,10 +233,12 @@ int Call<H>::start_later() {
     requests<H>().release(std::move(pending));
     throw;
   }
-  if (code == 0)
+  if (code == 0 && !is_buffered()) {
     write_number(requests<H>().add(std::move(pending)), frame_.results[0]);
-  else  // a part of it may be under way
-    requests<H>().release(std::move(pending));
+    return 0;
+  }
+  write_number(kNoRequest, frame_.results[0]);
+  requests<H>().release(std::move(pending));  // if it has failed, a part of it may be under way
   return code;
 }
 
@@ -287,7 +295,7 @@ int Call<H>::give_up_or_end(F start, int template_operand) {
 template <class H>
 int Call<H>::send() {
   if (!sends()) return 0;
-  if (at_.mode == kBuffered) {
+  if (is_buffered()) {
     auto pending = std::make_shared<Pending<H>>(mpi, frame_);
     const int code = pending->call.start_send();
     if (code == 0) requests<H>().release(std::move(pending));

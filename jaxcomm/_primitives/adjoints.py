@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxcomm._primitives.op import STANDARD, Params
+from jaxcomm._primitives.op import BUFFERED, Params
 
 __all__ = [
     "along_edges",
@@ -71,12 +71,15 @@ def take_back(params: Params) -> Params:
 
 
 def send_back(params: Params) -> Params:
-    """A send of the cotangent to where the message came from: as many elements as came."""
+    """A send of the cotangent to where the message came from: as many elements as came.
+
+    It is buffered, as all sends that differentiation adds: make.for_tangent says why.
+    """
     return {
         "dest": params["source"],
         "sendtag": params["recvtag"],
         "count": params["received"],
-        "mode": STANDARD,
+        "mode": BUFFERED,
         "shadow": True,
     }
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, eager, lowering, reductions, shapes
-from jaxcomm._primitives.op import FOR_DERIVATIVES, TRACEABLE, TRACED, Adjoint, Op, Params
+from jaxcomm._primitives.op import BUFFERED, FOR_DERIVATIVES, TRACEABLE, TRACED, Adjoint, Op, Params
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
@@ -172,9 +172,11 @@ def no_tangent(row: Op, comm: Any, params: Params, outs: Sequence[Any], dlinks: 
 def for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
     """The tangent comes from the rank that the value really came from, under the tag that it had.
 
-    It travels on the shadow communicator, where no receive from ANY_SOURCE can take it for a value.
+    It travels on the shadow communicator, where no receive from ANY_SOURCE can take it for a value. A send is buffered, since
+    the tangent of a receive may come much later than that: a program may be sure that a message is received where it may
+    not wait for the receive (Irecv, Send, Wait on every rank).
     """
-    given = {"shadow": True, "message": -1, "status": None, "enveloped": False, "differentiated": False}
+    given = {"shadow": True, "mode": BUFFERED, "message": -1, "status": None, "enveloped": False, "differentiated": False}
     full = full | {name: given[name] for name, _ in row.params if name in given}
     if not row.envelope:
         return full

@@ -12,7 +12,9 @@ Operands of start: the row's arrays, traced parameters, links; of wait: `extra`,
 `extra` is what wait needs of the operands: the template of a receive, whose elements stay where nothing arrives; the
 operand of a reduction that is not linear, whose derivative is taken when it is waited for.
 
-The tangent of a receive is received when that is waited for, since only then it is known from whom (MPI.ANY_SOURCE).
+The tangent of a receive is received when that is waited for (it is deferred), since only then it is known from whom
+(MPI.ANY_SOURCE). That of a receive which differentiation added is not: it travels on the same communicator, among others
+of its kind, and who sends starts both at once. Messages are told apart by their order, so who receives has to do the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomm._primitives import _compat, dtypes, eager, lowering, make, shapes
-from jaxcomm._primitives.op import TRACEABLE, TRACED, Op, Params, everyone
+from jaxcomm._primitives.op import BUFFERED, TRACEABLE, TRACED, Op, Params, everyone
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
@@ -156,7 +158,9 @@ def _jvp_start(
     if not make.differentiable(arrays) or not row.linear(params):
         moved = [d for d in moving if type(d) is not _compat.Zero and d.dtype != jax.dtypes.float0]
         return [flight], [join(jnp.zeros(FLIGHT.shape, FLIGHT.dtype), *dlinks, *map(link, moved))]
-    for_tangent = full | {name: True for name, _ in row.params if name == "shadow"} | {"deferred": row.envelope}
+    deferred = row.envelope and (params["deferred"] or not params["shadow"])
+    given = {"shadow": True, "mode": BUFFERED}
+    for_tangent = full | {name: given[name] for name, _ in row.params if name in given} | {"deferred": deferred}
     moving = [_compat.instantiate_zeros(d) for d in moving]
     return [flight], [start(row, comm, moving, [*dlinks, link(flight)], **for_tangent)]
 

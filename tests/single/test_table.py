@@ -13,7 +13,7 @@ from jaxcomm._native import bridge
 from jaxcomm._primitives import attributes, reductions
 from jaxcomm._primitives.make import bind
 from jaxcomm._primitives.nonblocking import CHOOSE, startable
-from jaxcomm._primitives.op import STANDARD, TRACEABLE, Adjoint
+from jaxcomm._primitives.op import BUFFERED, TRACEABLE, Adjoint
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.neighbors import Neighbors
 from jaxcomm.operations import Operations
@@ -41,7 +41,7 @@ VALUES |= {
     "count": 105,
     "received": 106,
     "batch": 1,
-    "mode": STANDARD,
+    "mode": BUFFERED,  # an adjoint is
     "message": 107,
     "differentiated": False,
     "waits": True,

@@ -202,6 +202,123 @@ def test_messages_that_derivatives_could_mix_up():
     harness.CONTROL.Barrier()
 
 
+LONG = 40_000  # elements: no MPI library sends so much before its receive is there
+
+
+def pair(x):
+    """Two messages of equal ranks and tag under way at once, each way."""
+    return [WORLD.Isendrecv(k * x, RIGHT, 0, x, LEFT, 0) for k in (1, 2)]
+
+
+def ends(x):
+    """A halo exchange with one tag: on two ranks both messages of each go to the same."""
+    receiving = WORLD.Irecv(x, LEFT, 0), WORLD.Irecv(x, RIGHT, 0)
+    return [*receiving, WORLD.Isend(x, RIGHT, 0), WORLD.Isend(2 * x, LEFT, 0)]
+
+
+def half_blocking(x):
+    receiving = [WORLD.Irecv(x, LEFT, 0) for _ in range(2)]
+    WORLD.Send(x, RIGHT, 0)
+    WORLD.Send(2 * x, RIGHT, 0)
+    return receiving
+
+
+def sends_first(x):
+    """The sends are waited for first, though nobody waits for the receives before."""
+    sending = [WORLD.Isend(k * x, RIGHT, 0) for k in (1, 2)]
+    receiving = [WORLD.Irecv(x, LEFT, 0) for _ in range(2)]
+    Request.Waitall(sending)
+    return receiving
+
+
+def forgotten_sends(x):
+    for k in (1, 2):
+        WORLD.Isend(k * x, RIGHT, 0).Free()
+    return [WORLD.Irecv(x, LEFT, 0) for _ in range(2)]
+
+
+def from_anyone(x):
+    """Nobody but the right neighbour's left one sends to it."""
+    receiving = [WORLD.Irecv(x, MPI.ANY_SOURCE, MPI.ANY_TAG) for _ in range(2)]
+    WORLD.Send(x, RIGHT, 0)
+    WORLD.Ssend(2 * x, RIGHT, 0)
+    return receiving
+
+
+def tree(x):
+    """One call, several messages: of two dtypes, and of a leaf that is not packed."""
+    leaves = {"x": x, "y": (2 * x).astype(jnp.float32), "z": jnp.ones(LONG) * x[0]}
+    return [WORLD.Isendrecv(leaves, RIGHT, 0, leaves, LEFT, 0)]
+
+
+def from_left(x):
+    return WORLD.Sendrecv(x, RIGHT, 0, x, LEFT, 0)
+
+
+def one_by_one(x):
+    return [from_left(x), from_left(2 * x)]
+
+
+# What has to come out: the same with operations that are one at a time.
+EQUAL_MESSAGES = {
+    pair: one_by_one,
+    ends: lambda x: [from_left(x), WORLD.Sendrecv(2 * x, LEFT, 0, x, RIGHT, 0)],
+    half_blocking: one_by_one,
+    sends_first: one_by_one,
+    forgotten_sends: one_by_one,
+    from_anyone: one_by_one,
+    tree: lambda x: [from_left(x), from_left((2 * x).astype(jnp.float32)), from_left(jnp.ones(LONG) * x[0])],
+}
+
+
+def along(f, v):
+    return lambda x: jax.jvp(f, (x,), (v,))[1]
+
+
+def against(f, v):
+    return jax.grad(lambda x: jnp.vdot(f(x), v))
+
+
+MODES = {
+    "forward": lambda f, v, w: along(f, v),
+    "reverse": lambda f, v, w: jax.grad(f),
+    "forward over forward": lambda f, v, w: along(along(f, v), w),
+    "forward over reverse": lambda f, v, w: along(jax.grad(f), v),
+    "reverse over forward": lambda f, v, w: jax.grad(along(f, v)),
+    "reverse over reverse": lambda f, v, w: against(jax.grad(f), v),
+    "forward, forward, reverse": lambda f, v, w: along(along(jax.grad(f), v), w),
+    "reverse, forward, reverse": lambda f, v, w: against(along(jax.grad(f), v), w),
+    "forward, reverse, reverse": lambda f, v, w: along(against(jax.grad(f), v), w),
+}
+
+
+def mean_of_products(results, x):
+    ys = [y.astype(jnp.float64) for y in jax.tree.leaves(results) if y is not None and y.size]
+    return sum((1 + i) * jnp.mean(jnp.sin(y + x[0]) * y * x[1]) for i, y in enumerate(ys))
+
+
+@functools.cache
+def all_modes(program):
+    """The derivatives of a program, by mode. All of a rank's numbers differ, and so do those of two ranks."""
+    n = np.arange(LONG)
+    x, v, w = 0.1 * n % 1 + 0.2 * RANK, np.cos(n + RANK), np.sin(n + 1)
+    f = lambda x: mean_of_products(program(x), x)  # noqa: E731
+    return {name: jax.jit(mode(f, v, w))(x) for name, mode in MODES.items()}
+
+
+@calculus
+@two_ranks
+@pytest.mark.parametrize("program", EQUAL_MESSAGES, ids=lambda program: program.__name__)
+def test_every_mode_of_differentiation_with_equal_messages_under_way(program):
+    """Messages that only their order tells apart; and long ones, for which a send waits until they are received."""
+    got = all_modes(lambda x: Request.Waitall(program(x)))
+    expected = all_modes(EQUAL_MESSAGES[program])
+    # The same numbers, but for their order in sums of LONG terms of order 1 / LONG, some of them in float32.
+    limit = 64 * np.finfo(np.float32 if program is tree else np.float64).eps
+    for name in MODES:
+        np.testing.assert_allclose(got[name], expected[name], rtol=limit, atol=limit, err_msg=name)
+
+
 # Requests as values
 
 

@@ -87,10 +87,12 @@ def derivatives(case, comm, x, v):
     dy = jax.jvp(f, (x,), (v,))[1]
     g = jax.grad(f)
     second = jax.jvp(g, (x,), (v,))[1] if case.name in SECOND else 0.0
-    batch = jnp.stack([x, 2 * x, x * x])
+    batch = jnp.stack([(1 + i) * x for i in range(3)])
+    batch = jnp.tile(batch, (4000, *[1] * x.ndim))  # long messages, for which a send waits until they are received
     mapped = jax.vmap(g)(batch) if "short" not in case.name else 0.0
+    moved = jax.vmap(lambda x: jax.jvp(f, (x,), (v,))[1])(batch) if "short" not in case.name else 0.0
     together = jax.grad(lambda b: jnp.sum(jax.vmap(f)(b)))(batch) if "short" not in case.name else 0.0
-    return dy, g(x), second, mapped, together
+    return dy, g(x), second, mapped, moved, together
 
 
 SECOND = ("Send", "Sendrecv-any", "Sendrecv-ragged", "Allgather", "Allreduce-SUM", "Gather-last", "Scan-PROD")

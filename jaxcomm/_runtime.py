@@ -21,7 +21,13 @@ except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where
         f"(module load ...) and check that `python -m mpi4py --mpi-library` works. mpi4py said: {error}"
     ) from None
 
-from jaxcomm._native import bridge
+try:
+    from jaxcomm._native import bridge
+except ImportError as error:
+    raise ImportError(
+        f"jaxcomm's native layer cannot be loaded: {error}. A source checkout has none before it is built: install it "
+        "(pip install .) and run Python elsewhere, or build in place (python setup.py build_ext --inplace)"
+    ) from error
 
 __all__ = ["TAG_UB", "abort_on_exception", "number", "seconds", "setting"]
 

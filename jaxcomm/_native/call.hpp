@@ -94,7 +94,7 @@ inline void read_traced(Frame& frame) {
 
 // What the ranks must agree on in a collective.
 struct Significance {
-  bool collective = false, data = false, count = false, values = false;
+  bool collective = false, data = false, count = false, values = false, parts = false;
 };
 
 inline constexpr std::int32_t kNoMessage = -2;  // that of a matched probe which found none
@@ -120,8 +120,8 @@ class Call {
   void check_alive() const {
     if (comm_.freed)
       throw Failure("the communicator " + comm_.name +
-                    " was freed (Free or the end of a with block) and can carry no more messages; make a new one and "
-                    "trace the function again with it");
+                    " was freed (Free or the end of a with block) and can carry no more messages; wait for requests "
+                    "before, or make a new one and trace the function again with it");
   }
   void check_order(std::int64_t number = std::numeric_limits<std::int64_t>::max()) const;
   // Whether the derivative of another message could be taken for that of this one.
@@ -439,6 +439,7 @@ class Call {
 
   // Checking mode: throws on every rank if the ranks are not about to do the same. checks.hpp
   void check_agreement(const Significance& what);
+  void check_parts();
   void check_operation();
   int tell_later();
   bool told();

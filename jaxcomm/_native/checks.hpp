@@ -17,8 +17,8 @@ namespace jaxcomm {
 
 inline std::atomic<bool> checking{false};
 
-// What is significant in an operation, by its name. Of ragged ones, ranks know different counts; so they do of what
-// goes to their neighbours.
+// What is significant in an operation, by its name. Of ragged ones, ranks know different counts, which have to fit; so
+// they do of what goes to their neighbours.
 constexpr Significance significance(std::string_view name) {
   constexpr std::string_view alike[] = {"bcast",         "gather",    "scatter", "allgather", "alltoall",
                                         "reduce",        "allreduce", "scan",    "exscan",    "reduce_scatter_block",
@@ -30,7 +30,7 @@ constexpr Significance significance(std::string_view name) {
   for (const std::string_view each : alike)
     if (name == each) return {true, true, true};
   for (const std::string_view each : ragged)
-    if (name == each) return {true, true, false};
+    if (name == each) return {true, true, false, false, name.substr(0, 8) != "neighbor"};
   return {};
 }
 
@@ -122,6 +122,8 @@ inline std::string disagreement(const Communicator& comm, const std::string& dif
   return message;
 }
 
+inline constexpr const char* kUnharmed = "\nNobody has communicated, and the communicator can be used on.";
+
 inline std::string unlinked(const Communicator& comm) {
   const std::lock_guard lock(raised_mutex);
   return comm.unlinked;
@@ -161,7 +163,7 @@ void compare(const Communicator& comm, const Fingerprint& mine, std::string text
         "\nOn rank " + known.others(kValue) +
         " it is not what it is on rank 0. The result of Allreduce(..., replicated=True) is one value that all ranks "
         "share: use it in the same way on all ranks, or leave replicated out, and cotangents are added up.";
-  throw Failure(message + "\nNobody has communicated, and the communicator can be used on.");
+  throw Failure(message + kUnharmed);
 }
 
 template <class H>
@@ -200,7 +202,38 @@ template <class H>
 void Call<H>::check_agreement(const Significance& what) {
   if (!what.collective || comm_.two_groups || comm_.size < 2) return;
   compare(comm_, fingerprint(what), describe(), teller());
+  if (what.parts) check_parts();
   ++comm_.agreed;
+}
+
+// Throws on every rank if one is about to send another more or less than that expects.
+template <class H>
+void Call<H>::check_parts() {
+  constexpr int kInt64 = 5;  // XLA_FFI_DataType
+  const std::string_view name(frame_.operation);
+  const Parts& to = name == "scatterv"     ? in_if_root()
+                    : name == "gatherv"    ? in_to_root()
+                    : name == "allgatherv" ? in_to_all()
+                                           : in_parts();
+  const Parts& from = name == "scatterv" ? out_from_root() : name == "gatherv" ? out_if_root() : out_parts();
+  std::vector<Count> comes(from.counts.values.size());
+  const H type = handle_as<H>(datatype_of(kInt64)->handle);
+  if (mpi.Alltoall(to.counts.values.data(), Elements{1}, type, comes.data(), Elements{1}, type,
+                   handle_as<H>(of_checks())) != 0)
+    throw Failure("checking mode: the ranks could not tell each other how much they send");
+  std::string wrong;
+  for (std::size_t rank = 0; rank < comes.size(); ++rank)
+    if (comes[rank] != from.counts.values[rank])
+      wrong += (wrong.empty() ? ": rank " : "; rank ") + std::to_string(rank) + " sends it " +
+               std::to_string(comes[rank] / datatype().per_element) + " elements where it expects " +
+               std::to_string(from.counts.values[rank] / datatype().per_element);
+  const std::int64_t is_wrong = !wrong.empty();
+  std::vector<std::int64_t> anything_wrong(comes.size());
+  const auto tell = teller();
+  tell(&is_wrong, anything_wrong.data(), 1, kInt64);
+  if (std::count(anything_wrong.begin(), anything_wrong.end(), 0) == static_cast<std::int64_t>(comes.size())) return;
+  const std::vector<std::string> texts = exchanged(describe() + wrong, comes.size(), tell);
+  throw Failure(disagreement(comm_, "the counts of what they send each other", texts) + kUnharmed);
 }
 
 // Of a nonblocking collective, what ranks are about to do is on its way together with it, and is compared when somebody

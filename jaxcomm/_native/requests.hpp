@@ -215,8 +215,9 @@ void Requests<H>::leave(std::chrono::milliseconds patience) {
   }
 }
 
-// A buffered send is no request: nobody need wait for it. Nor is a receive on the shadow communicator from ANY_SOURCE: that
-// is the derivative of the wait for a send, and the message is received when that is waited for, which knows from whom.
+// A buffered send is no request: nobody need wait for it. Nor is a receive on the shadow communicator from ANY_SOURCE:
+// that is the derivative of the wait for a send, and the message is received when that is waited for, which knows from
+// whom.
 template <class H>
 template <class Op>
 int Call<H>::start_later() {
@@ -370,7 +371,8 @@ void Call<H>::copy_result(Count most) {
   const Buffer &from = pending_->result(), &to = frame_.results[0];
   if (from.elements != to.elements)
     throw Failure("the request is for " + std::to_string(from.elements) + " elements and not for " +
-                  std::to_string(to.elements));
+                  std::to_string(to.elements) +
+                  ": one that is started under vmap is for the whole batch, and is waited for under vmap, once");
   const Count elements = std::min(most, to.elements), bytes = bytes_of(to.code);
   if (elements > 0) std::memcpy(to.data, from.data, static_cast<std::size_t>(elements * bytes));
 }

@@ -96,7 +96,8 @@ def refuse_mapped(row: Op, scalar_dims: Params) -> None:
     if mapped:
         raise NotImplementedError(
             f"mpi_{row.name}: {', '.join(mapped)} may not differ over a vmapped axis: a call is one message for the whole "
-            "batch. Use jax.lax.map or jax.lax.scan for a message for each element"
+            "batch. Use jax.lax.map or jax.lax.scan for a message for each element. With lax.cond and a batched predicate, "
+            "differentiate what vmap returns, and do not vmap a derivative: jax.grad(lambda xs: jax.vmap(f)(xs).sum())"
         )
 
 
@@ -172,11 +173,18 @@ def no_tangent(row: Op, comm: Any, params: Params, outs: Sequence[Any], dlinks: 
 def for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
     """The tangent comes from the rank that the value really came from, under the tag that it had.
 
-    It travels on the shadow communicator, where no receive from ANY_SOURCE can take it for a value. A send is buffered, since
-    the tangent of a receive may come much later than that: a program may be sure that a message is received where it may
-    not wait for the receive (Irecv, Send, Wait on every rank).
+    It travels on the shadow communicator, where no receive from ANY_SOURCE can take it for a value. A send is buffered:
+    a program may be sure that its message is received (Irecv, Send, Wait on every rank), but the tangent of a receive is
+    not received before it is waited for.
     """
-    given = {"shadow": True, "mode": BUFFERED, "message": -1, "status": None, "enveloped": False, "differentiated": False}
+    given = {
+        "shadow": True,
+        "mode": BUFFERED,
+        "message": -1,
+        "status": None,
+        "enveloped": False,
+        "differentiated": False,
+    }
     full = full | {name: given[name] for name, _ in row.params if name in given}
     if not row.envelope:
         return full

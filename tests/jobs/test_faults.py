@@ -237,6 +237,13 @@ def test_34_without_a_working_mpi():
     assert "libmpi" in one_import_error(stderr)
 
 
+def test_34_without_the_native_layer():
+    """As in a source checkout that was not built."""
+    stderr = start("import sys; sys.modules['jaxcomm._native.bridge'] = None; import jaxcomm")
+    assert stderr.splitlines()[-1].startswith("ImportError: jaxcomm's native layer cannot be loaded:")
+    assert "built" in stderr.splitlines()[-1]
+
+
 def test_34_with_too_low_a_thread_level():
     code = "from mpi4py import MPI; MPI.Query_thread = lambda: MPI.THREAD_{}; import jaxcomm; print('imported')"
     for level in ("SINGLE", "FUNNELED"):

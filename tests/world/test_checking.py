@@ -15,6 +15,10 @@ ODD = RANK == SIZE - 1
 X = jnp.arange(4.0)
 RING = WORLD.Create_cart([SIZE], periods=[True])
 several_ranks = pytest.mark.skipif(SIZE < 2, reason="one rank does not disagree")
+COUNTS = "the counts of what they send each other"
+ALL = [4] * SIZE
+FEWER = [2 if ODD and rank == 0 else 4 for rank in range(SIZE)]
+OWN_FEWER = [2 if ODD and rank == RANK else 4 for rank in range(SIZE)]
 MISMATCHES = {
     "operation": ("the operation", lambda x: WORLD.Allgather(x) if ODD else WORLD.Allreduce(x)),
     "dtype": ("dtype", lambda x: WORLD.Bcast(x.astype(jnp.float32) if ODD else x)),
@@ -25,6 +29,13 @@ MISMATCHES = {
     "parts": ("count", lambda x: WORLD.Scatter(jnp.zeros((SIZE, 2)), jnp.zeros(3 if ODD else 2))),
     "order": ("the order", lambda x: WORLD.Allreduce(x, reproducible=ODD)),
     "ragged": ("dtype", lambda x: WORLD.Gatherv(x.astype(int) if ODD else x, counts=[4] * SIZE)),
+    "counts of Gatherv": (COUNTS, lambda x: WORLD.Gatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
+    "counts of Scatterv": (
+        COUNTS,
+        lambda x: WORLD.Scatterv(jnp.zeros(sum(FEWER)), x, counts=FEWER if ODD else None, root=SIZE - 1),
+    ),
+    "counts of Allgatherv": (COUNTS, lambda x: WORLD.Allgatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
+    "counts of Alltoallv": (COUNTS, lambda x: WORLD.Alltoallv(jnp.zeros(sum(FEWER)), sendcounts=FEWER, recvcounts=ALL)),
     "barrier": ("the operation", lambda x: WORLD.Barrier() if ODD else WORLD.Bcast(x)),
     "neighbours": ("dtype", lambda x: RING.Neighbor_allgather(x.astype(int) if ODD else x)),
     "of neighbours": ("the operation", lambda x: RING.Neighbor_allgather(x) if ODD else RING.Neighbor_alltoall(x[:2])),

@@ -21,13 +21,13 @@ def global_norm(comm: Any, tree: Any, *, replicated: bool = False) -> Any:
     """Return the Euclidean norm of all elements of the trees of all ranks, on each rank.
 
     One Allreduce of a scalar, inside or outside jit, with derivatives (at a norm of zero they are zero). Sums of squares are
-    formed in float32 at least.
+    formed in the dtype of the result, and added up over ranks in float64 where JAX has it (jax_enable_x64).
 
     Args:
       comm: a JaxComm.
-      tree: a pytree of arrays, each rank's own part of something larger. Structures may differ.
+      tree: a pytree of arrays, each rank's own part of something larger. Structures and dtypes may differ.
       replicated: as Allreduce: the norm is one value that all ranks share.
-    Returns: a real scalar, of the widest dtype among those of all ranks' leaves and float32.
+    Returns: a real scalar: float64 if this rank has leaves of float64 or complex128, else float32.
     Raises: TypeError: a leaf that is no array, or of keys.
     """
     given = [operand(leaf, "global_norm: tree") for leaf in jax.tree_util.tree_leaves(tree)]
@@ -35,10 +35,12 @@ def global_norm(comm: Any, tree: Any, *, replicated: bool = False) -> Any:
     for leaf in leaves:
         if dtypes.is_key(leaf.dtype):
             raise TypeError(f"global_norm: tree must be of numbers, got {leaf.dtype}")
-    real = [jnp.real(leaf).dtype for leaf in leaves]
-    dtype = jnp.result_type(jnp.float32, *real)
+    double = any(jnp.real(leaf).dtype == np.float64 for leaf in leaves)
+    dtype = np.dtype(np.float64 if double else np.float32)
     mine = sum((_square(leaf, dtype) for leaf in leaves), jnp.zeros((), dtype))
-    return _root(comm.Allreduce(mine, op=MPI.SUM, replicated=replicated))
+    # Other ranks may have other leaves: they all send the same dtype.
+    widest = jax.dtypes.canonicalize_dtype(np.float64)
+    return _root(comm.Allreduce(mine.astype(widest), op=MPI.SUM, replicated=replicated).astype(dtype))
 
 
 def _square(x: Any, dtype: Any) -> Any:

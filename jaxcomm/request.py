@@ -152,7 +152,14 @@ class Request:
     ) -> tuple[Any, Any]:
         """Wait for all parts. Returns the result and, if `enveloped`, the ReceivedStatus of the message that came."""
         ref = statuses.of(status, "Wait")
-        outs = [part.wait(links, keep=keep, status=ref, enveloped=enveloped) for part in self._parts]
+        outs, failed = [], []
+        for part in self._parts:
+            try:
+                outs.append(part.wait(links, keep=keep, status=ref, enveloped=enveloped))
+            except Exception as error:
+                failed.append(error)  # the others end nevertheless
+        if failed:
+            raise failed[0]
         results = [
             method_result(outs[leaf.part][0], self._parts[leaf.part].returns, leaf.otherwise, leaf.finish)
             if leaf.part >= 0

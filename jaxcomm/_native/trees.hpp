@@ -117,7 +117,9 @@ inline void check_leaves(const Tree& tree, int data_operands) {
     throw Failure("a tree of " + std::to_string(at.leaves) + " leaves does not fit the arrays that came with it");
 }
 
-// Runs an operation on all leaves. `run` is that of a Frame: it returns something with a `code`.
+// Runs an operation on all leaves. `run` is that of a Frame: it returns something with a `code`. A message that fails
+// does not keep the others back: other ranks take part in them, and what was sent must be received. The first failure
+// counts.
 template <class F>
 auto run_tree(Tree& tree, int data_operands, F run) {
   using Outcome = decltype(run(std::declval<Frame&>()));
@@ -131,6 +133,7 @@ auto run_tree(Tree& tree, int data_operands, F run) {
   const bool has_results = static_cast<int>(tree.results.size()) >= leaves;
   const bool receives = known.attributes.has_source;
   std::int32_t envelope[3] = {};
+  Outcome first;
   for (const std::vector<int>& group : groups_of(tree, leaves)) {
     Frame frame;
     frame.attributes = known.attributes, frame.status = tree.status;
@@ -153,10 +156,18 @@ auto run_tree(Tree& tree, int data_operands, F run) {
     }
     if (receives) frame.results[frame.n_results++] = {envelope, 3, 0};
     Outcome outcome = run(frame);
-    if (outcome.code != 0) return outcome;
+    const bool done = outcome.code != Failure::kNotFromMpi;
+    if (receives && outcome.code == 0 && envelope[2] >= 0 && envelope[0] != constants.proc_null)
+      outcome = {Failure::kNotFromMpi, std::string(frame.operation) + ": a message for " +
+                                           std::to_string(group.size()) + " leaves of a tree is shorter than they are"};
+    if (outcome.code != 0) {
+      if (first.code == 0) first = outcome;
+      const Attributes& at = known.attributes;
+      const bool from_anyone = receives && (at.source == constants.any_source || at.recvtag == constants.any_tag);
+      if (!done || from_anyone) break;
+      continue;
+    }
     if (receives) {
-      if (envelope[2] >= 0 && envelope[0] != constants.proc_null)
-        throw Failure("a message for " + std::to_string(group.size()) + " leaves of a tree is shorter than they are");
       // What is left comes from where the first part came.
       known.attributes.source = envelope[0], known.attributes.recvtag = envelope[1];
     }
@@ -164,7 +175,7 @@ auto run_tree(Tree& tree, int data_operands, F run) {
   }
   if (receives && tree.results.size() > static_cast<std::size_t>(has_results ? leaves : 0))
     std::memcpy(tree.results.back().data, envelope, sizeof envelope);
-  return Outcome{};
+  return first;
 }
 
 }  // namespace jaxcomm

@@ -65,9 +65,17 @@ def of_part(part: str, head: list[str], row: Callable[[Run], list[Any]]) -> Call
     return make
 
 
+def ways(found: Run) -> str:
+    return ", ".join(f"{number(found[way])} {way}" for way in ("eager", "jax.jit", "jaxcomm.jit"))
+
+
 def of_programs(found: Run) -> list[Any]:
-    ways = ", ".join(f"{number(found[way])} {way}" for way in ("eager", "jax.jit", "jaxcomm.jit"))
-    return [number(found["programs"]), ways, number(found["operations"]), 0, f"{found['seconds']:.0f} s"]
+    return [number(found["programs"]), ways(found), number(found["operations"]), 0, f"{found['seconds']:.0f} s"]
+
+
+def of_derivatives(found: Run) -> list[Any]:
+    messages = f"{number(found['messages'])}, {number(found['long'])}"
+    return [number(found["programs"]), ways(found), messages, found["modes"], 0, f"{found['seconds']:.0f} s"]
 
 
 TABLES = ("reductions", "statuses", "datatypes", "sites", "messages")
@@ -120,6 +128,11 @@ SECTIONS: dict[str, Callable[[list[Run]], str]] = {
     "machine": machine_table,
     "programs": of_part(
         "programs", ["MPI", "ranks", "programs", "of which", "operations written", "wrong", "time"], of_programs
+    ),
+    "derivatives": of_part(
+        "derivatives",
+        ["MPI", "ranks", "programs", "of which", "messages, long ones", "modes", "wrong", "time"],
+        of_derivatives,
     ),
     "operations": of_part("operations", ["MPI", "ranks", "operations", *GROWTH], of_growth),
     "communicators": of_part("communicators", ["MPI", "ranks", "communicators", *GROWTH], of_growth),

@@ -69,7 +69,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("build/soak"), help="folder (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=3, help="for programs and faults")
     parser.add_argument("--programs", type=int, default=10_000)
-    parser.add_argument("--seconds", type=float, default=7200, help="for the programs: no more are begun after that")
+    parser.add_argument("--derivatives", type=int, default=1000, help="programs that are differentiated")
+    parser.add_argument("--seconds", type=float, default=7200, help="for each kind of programs: no more are begun then")
     parser.add_argument("--operations", type=int, default=1_000_000)
     parser.add_argument("--communicators", type=int, default=10_000)
     parser.add_argument(
@@ -80,6 +81,7 @@ def main() -> int:
     most = options.seconds + 600
     for name, on, specification in (
         ("programs", ranks, {"programs": options.programs, "seconds": options.seconds}),
+        ("derivatives", ranks, {"derivatives": options.derivatives, "seconds": options.seconds}),
         ("operations", PAIR, {"operations": options.operations}),
         ("communicators", PAIR, {"communicators": options.communicators}),
     ):

@@ -136,9 +136,11 @@ def _raise(a: Any, b: Any, datatype: MPI.Datatype) -> None:
     raise RefusedError("not this one")
 
 
+@pytest.mark.parametrize("what", ["array", "tree"])
 @pytest.mark.parametrize("how", ["eager", "again", "jit", "jaxcomm.jit", "Iallreduce"])
-def test_what_a_users_operation_raises_reaches_the_caller(comm, how):
-    """Row 46: where it ran; elsewhere the call ends. The communicator goes on."""
+def test_what_a_users_operation_raises_reaches_the_caller(comm, how, what):
+    """Row 46: where it ran; elsewhere the call ends, also of a tree, which is several messages. The communicator goes on."""
+    x = jnp.ones(3) if what == "array" else {"a": jnp.ones(3), "b": jnp.ones(2, jnp.int32), "long": jnp.ones(30_000)}
     op = MPI.Op.Create(_raise, commute=True)
     call = lambda x: comm.Allreduce(x, op=op)  # noqa: E731
     calls = {
@@ -150,7 +152,7 @@ def test_what_a_users_operation_raises_reaches_the_caller(comm, how):
     raised = False
     for _ in range(2):  # the second eager call takes a shortcut
         try:
-            jax.block_until_ready(calls.get(how, call)(jnp.ones(3)))
+            jax.block_until_ready(calls.get(how, call)(x))
         except kind as error:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
             assert "RefusedError: not this one" in text
@@ -464,6 +466,12 @@ def test_global_norm(comm):
     assert jaxcomm.global_norm(comm, jnp.ones(3, jnp.float32)).dtype == np.float32
     assert jaxcomm.global_norm(comm, np.full(4, 300, np.int16)).dtype == np.float32
     assert jaxcomm.global_norm(comm, {"n": np.zeros(3, jax.dtypes.float0)}) == 0
+    small = [np.full(2, 2, dtype) for dtype in ("float8_e4m3fn", "int4", "bfloat16", "bool")]
+    np.testing.assert_allclose(jaxcomm.global_norm(comm, small), np.sqrt(comm.size * 26), rtol=1e-6)
+    for unlike in ([], np.ones(4, np.float32)):  # ranks need not have the same leaves
+        norm = jaxcomm.global_norm(comm, unlike if comm.rank == 0 else np.ones(4))
+        assert norm.dtype == (np.float32 if comm.rank == 0 else np.float64)
+        np.testing.assert_allclose(norm**2, 4 * (comm.size - (len(unlike) == 0)), rtol=1e-6)
     with pytest.raises(TypeError, match="global_norm: tree must be of numbers, got key<fry>"):
         jaxcomm.global_norm(comm, jax.random.key(0))
 

@@ -289,6 +289,18 @@ def test_errors(jit):
     harness.CONTROL.Barrier()
 
 
+@pytest.mark.skipif(SIZE < 2, reason="two ranks exchange messages")
+def test_a_tree_that_fails_leaves_no_message_behind():
+    """The first message is longer than its leaf, the second is in order."""
+    sending = WORLD.Isend({"a": jnp.ones(5), "b": jnp.arange(3)}, RIGHT, 9)
+    with pytest.raises(MPI.Exception, match="recv on"):
+        WORLD.Recv({"a": jnp.ones(4), "b": jnp.arange(3)}, LEFT, 9)
+    sending.Wait()
+    sending = WORLD.Isend(jnp.arange(3) + RANK, RIGHT, 9)
+    np.testing.assert_array_equal(WORLD.Recv(jnp.arange(3), LEFT, 9), np.arange(3) + LEFT)
+    sending.Wait()
+
+
 # Derivatives: of the inexact leaves, those of leaf by leaf
 
 

@@ -79,7 +79,10 @@ def planned(
         given.arguments.update(zip(leaves, each, strict=True))
         plans.append(plan(*given.args, **given.kwargs))
     if any(_static(other) != _static(plans[0]) for other in plans):
-        raise ValueError(f"{plan.__name__}: counts must be the same for all leaves of a tree")
+        raise ValueError(
+            f"{plan.__name__}: counts must be the same for all leaves of a tree. In a message spec counts are a list, since "
+            "[x, array] is a tree of two leaves: write [x, counts.tolist()]"
+        )
     return plans, structure
 
 

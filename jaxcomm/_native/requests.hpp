@@ -448,7 +448,10 @@ int Call<H>::cancel(int operand) {
 template <class H>
 int Call<H>::release(int operand) {
   const std::int64_t number = read_number(frame_.operands[operand]);
-  if (number > kNoRequest) requests<H>().release(number);
+  if (const auto found = number > kNoRequest ? requests<H>().find(number) : nullptr) {
+    found->call.check_order(number);
+    requests<H>().release(number);
+  }
   return 0;
 }
 

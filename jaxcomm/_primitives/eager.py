@@ -7,6 +7,7 @@ result.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -254,6 +255,9 @@ def _default_place(default: Any) -> tuple[Any, Any, bool]:
 # Shortcuts: what a method does with arguments of one kind is seen once, and then done without Python. bridge.pyx has them.
 
 
+_BUFFERS = ("buf", "sendbuf", "recvbuf")
+
+
 class _Made(NamedTuple):
     """A call that was made."""
 
@@ -286,6 +290,7 @@ def was_mpi4pys(method: Callable[..., Any]) -> None:
 def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
     """Let calls of a communicator's method on concrete arrays, after the first of their kind, go straight to MPI."""
     shortcuts, name = bridge.Shortcuts(), f"mpi_{method.__name__.lower()}"
+    _, *names = inspect.signature(method).parameters
 
     @functools.wraps(method)
     def call(comm: Any, *args: Any, **kwargs: Any) -> Any:
@@ -306,26 +311,29 @@ def with_shortcuts(method: Callable[..., Any]) -> Callable[..., Any]:
             result = method(comm, *args, **kwargs)
         finally:
             _record.calls = outer
-        if len(calls) == 1 and (how := _how(calls[0], args, kwargs, result)):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(calls) == 1 and (how := _how(calls[0], given, result)):
             shortcuts.learn(comm, args, kwargs, how)
         return result
 
     return call
 
 
-def _how(
-    made: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> bridge.Shortcut | bridge.HostCall | None:
+def _how(made: Any, given: dict[str, Any], result: Any) -> bridge.Shortcut | bridge.HostCall | None:
+    """How to do again what was done with arguments of these names: `made` of `_record`, and what the method returned."""
     if isinstance(made, _Made):
-        return _shortcut(made, args, kwargs, result)
-    return bridge.HostCall(made, [v for v in (*args, *kwargs.values()) if isinstance(v, MPI.Op)])
+        return _shortcut(made, given, result)
+    return bridge.HostCall(made, [v for v in given.values() if isinstance(v, MPI.Op)])
 
 
-def _shortcut(made: _Made, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bridge.Shortcut | None:
+def _shortcut(made: _Made, given: dict[str, Any], result: Any) -> bridge.Shortcut | None:
     """How the call's operands and the method's result follow from the method's arguments, or None if not at a glance."""
     if not _has_one_place():
         return None
-    values = [*args, *kwargs.values()]
+    # An array is known by its shape. As a rank, a tag or counts, its value matters.
+    if any(isinstance(v, (jax.Array, np.ndarray)) and name not in _BUFFERS for name, v in given.items()):
+        return None
+    values = list(given.values())
     arrays = [v for v in values if isinstance(v, (jax.Array, np.ndarray))]
     at = [i for x in made.operands if (i := _index(arrays, x)) is not None]
     if made.plan.wire != made.plan.results or not all(dtypes.travels_as_it_is(a.dtype) for a in arrays):

@@ -350,29 +350,34 @@ _ENDS = {
 
 
 def _plain(op: Op) -> Any:
-    """A primitive that only has a value: no derivative, one call for a batch that it does not depend on."""
+    """A primitive that only has a value: no derivative, one call for a batch that it does not depend on.
+
+    Operands: flights, links.
+    """
 
     def abstract(*args: Any, comm: Any, **params: Any) -> tuple[list[Any], set[Any]]:
         return op.shapes(comm, params, args), {EFFECT, COMPANION}  # type: ignore[misc]
 
-    def run(flights: Any, *, comm: Any, **params: Any) -> list[Any]:
+    def run(flights: Any, *links: Any, comm: Any, **params: Any) -> list[Any]:
         return eager.run(op, comm, [flights], params)
 
-    def lower(context: Any, flights: Any, *, comm: Any, **params: Any) -> list[Any]:
+    def lower(context: Any, flights: Any, *links: Any, comm: Any, **params: Any) -> list[Any]:
         return lowering.lower(op, context, [flights], [], comm, params | {"unlinked": False})
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], *, comm: Any, **params: Any) -> tuple[Any, Any]:
         outs = primitive.bind(*primals, comm=comm, **params)
         if not outs and type(tangents[0]) is not _compat.Zero:  # what becomes of a request becomes of its tangent's too
-            primitive.bind(*tangents, comm=comm, **params)
+            primitive.bind(tangents[0], link(*primals), comm=comm, **params)
         return outs, [make.zero_tangent(x) for x in outs]
 
-    def transpose(cts: Sequence[Any], flight: Any, **params: Any) -> list[Any]:
-        return [jnp.zeros(FLIGHT.shape, FLIGHT.dtype)]
+    def transpose(cts: Sequence[Any], flight: Any, *links: Any, **params: Any) -> list[Any]:
+        """Nobody waits for the adjoint, and there is one for each element of a batch if there was one operation for it."""
+        residual = [k for k in links if not _compat.is_undefined_primal(k)]
+        nobody = join(jnp.zeros(FLIGHT.shape, FLIGHT.dtype), *residual)
+        return [nobody, *link_cotangents(links, nobody)]
 
     def batch(args: Sequence[Any], dims: Sequence[Any], *, comm: Any, **params: Any) -> tuple[Any, Any]:
-        one = jax.lax.index_in_dim(args[0], 0, dims[0], keepdims=False)
-        outs = primitive.bind(one, comm=comm, **params)
+        outs = primitive.bind(args[0] if dims[0] is None else _first(args[0], dims[0]), comm=comm, **params)
         return outs, [None] * len(outs)
 
     primitive = _compat.Primitive(f"mpi_{op.name}")

@@ -123,7 +123,7 @@ def _sum(part: Any) -> bool:
 
 def _in_order(rng: Any, two: bool) -> tuple[float, float]:
     a, b = sorted(rng.random(2))
-    return (a, b) if two else (a, a)
+    return (float(a), float(b)) if two else (float(a), float(a))
 
 
 def _drawn_message(rng: Any, number: int, size: int, anyone: Any, from_one: Any) -> Message:
@@ -141,7 +141,7 @@ def _drawn_message(rng: Any, number: int, size: int, anyone: Any, from_one: Any)
         start_send, start_receive = rng.random(2)
     latest = max(start_send, start_receive)
     end_send, end_receive = latest + (1 - latest) * rng.random(2)
-    if send in ("Send", "Ssend", "Bsend"):
+    if send not in ("Isend", "Issend"):
         end_send = start_send
     if not nonblocking:
         end_receive = start_receive

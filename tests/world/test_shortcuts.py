@@ -46,6 +46,36 @@ def test_later_calls_are_as_the_first(method, long_way):
             assert made or back or long_way == [], case
 
 
+@pytest.mark.parametrize("array", [jnp.int32, np.int32, lambda i: np.array(i)], ids=["jax", "numpy", "0-d"])
+def test_ranks_tags_and_roots_in_arrays_are_not_remembered(array):
+    for i in range(3):
+        root = i % SIZE
+        np.testing.assert_array_equal(WORLD.Bcast(jnp.full(2, RANK), root=array(root)), root)
+        there = WORLD.Reduce(jnp.ones(2), root=array(root))
+        assert root != RANK or np.all(there == SIZE)
+        request = WORLD.Irecv(jnp.zeros(2), (RANK - i) % SIZE, tag=i)
+        WORLD.Send(jnp.full(2, 10.0 * i + RANK), array((RANK + i) % SIZE), array(i))
+        np.testing.assert_array_equal(request.Wait(), 10 * i + (RANK - i) % SIZE)
+        request = WORLD.Isend(jnp.full(2, 10.0 * i + RANK), (RANK + i) % SIZE, tag=i)
+        got, status = WORLD.Recv(jnp.zeros(2), array((RANK - i) % SIZE), array(i), return_status=True)
+        np.testing.assert_array_equal(got, 10 * i + (RANK - i) % SIZE)
+        assert (status.source, status.tag) == ((RANK - i) % SIZE, i)
+        request.Wait()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_counts_in_arrays_are_not_remembered(dtype):
+    for seed in range(3):
+        counts = np.random.default_rng(seed).integers(0, 4, (SIZE, SIZE)).astype(dtype)
+        x = np.repeat(10.0 * RANK + np.arange(SIZE), counts[RANK])
+        expected = np.repeat(10.0 * np.arange(SIZE) + RANK, counts[:, RANK])
+        got = WORLD.Alltoallv(jnp.asarray(x), sendcounts=counts[RANK], recvcounts=counts[:, RANK])
+        np.testing.assert_array_equal(got, expected)
+        part = WORLD.Reduce_scatter(jnp.arange(float(sum(counts[0]))), recvcounts=counts[0])
+        start = sum(counts[0][:RANK])
+        np.testing.assert_array_equal(part, SIZE * np.arange(start, start + counts[0][RANK]))
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float32", "complex128"])
 def test_dtypes_and_shapes_do_not_meet(dtype):
     for op in (name for name in OPS if np.dtype(dtype).kind in OPS[name][1]):

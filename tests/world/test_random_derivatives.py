@@ -5,7 +5,7 @@ import pytest
 
 SIZE = derivatives.harness.WORLD.size
 # Ranks share two cores, and each mode is compiled.
-FEW, MODES = 8 if SIZE <= 2 else 4, 4
+FEW, MODES = 5 if SIZE <= 2 else 3, 4
 
 
 @pytest.mark.calculus

@@ -9,16 +9,17 @@ tells apart (equal ranks and tags) starts and waits are in the same order on bot
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import drawn
 import harness
 import jax
 import jax.numpy as jnp
 import measured
 import numpy as np
+from calculus import along, modes
 from jax import lax
 from mpi4py import MPI
 
@@ -225,33 +226,6 @@ def _receive_side(requests: dict[tuple[str, int], Any], comm: Any, x: Any, what:
     return moved(x, y.reshape(-1, N).mean(axis=0), part)
 
 
-# Modes of differentiation. Of a function of all ranks' numbers: a derivative along v on a rank is that of its own result,
-# a gradient that of the sum of all ranks' results (docs/differentiation.md).
-
-
-def along(f: Any, v: Any) -> Any:
-    return lambda x: jax.jvp(f, (x,), (v,))[1]
-
-
-def against(f: Any, v: Any) -> Any:
-    return jax.grad(lambda x: jnp.vdot(f(x), v))
-
-
-def modes(f: Any, v: Any, w: Any) -> dict[str, Any]:
-    second = {
-        "forward over reverse": along(jax.grad(f), v),
-        "reverse over forward": jax.grad(along(f, v)),
-        "reverse over reverse": against(jax.grad(f), v),
-    }
-    third = {
-        "forward, forward, reverse": along(along(jax.grad(f), v), w),
-        "reverse, forward, reverse": against(along(jax.grad(f), v), w),
-        "forward, reverse, reverse": along(against(jax.grad(f), v), w),
-    }
-    first = {"value": f, "forward": along(f, v), "reverse": jax.grad(f), "twice forward": along(along(f, v), w)}
-    return first | second | third
-
-
 MODES = list(modes(jnp.sum, None, None))
 
 
@@ -299,25 +273,24 @@ def check(seeds: Sequence[int], seconds: float = float("inf"), most: int = len(M
     Each in all modes, or in as many as are wanted at most, which are drawn. Collective.
     """
     comm = harness.communicator("world")
-    done = {"programs": 0, "messages": 0, "long": 0, "modes": most, **dict.fromkeys(WAYS, 0)}
-    start = time.monotonic()
-    for seed in seeds:
-        if harness.CONTROL.bcast(time.monotonic() - start > seconds):
-            break
-        program = Program.drawn(seed, comm.size)
-        try:
-            text = differs(program, comm, np.random.default_rng([seed, 2]).choice(MODES, most, replace=False))
-        except Exception as error:
-            text = f"{program}:\n{type(error).__name__}: {error}"
-        harness.agree(not text, text)
-        messages = [part for part in program.parts if not _sum(part)]
-        done["programs"] += 1
-        done["messages"] += len(messages)
-        done["long"] += sum(part.long for part in messages)
-        done[program.way] += 1
-        if done["programs"] % 50 == 0:
-            jax.clear_caches()  # what was compiled is not run again
-    return done | {"seconds": round(time.monotonic() - start, 1)}
+
+    def counted(program: Program) -> dict[str, int]:
+        messages = [part for part in program.parts if isinstance(part, Message)]
+        return {"messages": len(messages), "long": sum(part.long for part in messages)}
+
+    def some(seed: int) -> Any:
+        return np.random.default_rng([seed, 2]).choice(MODES, most, replace=False)
+
+    done = drawn.check(
+        seeds,
+        seconds,
+        draw=lambda seed: Program.drawn(seed, comm.size),
+        differs=lambda program: differs(program, comm, some(program.seed)),
+        counted=counted,
+        ways=WAYS,
+        keep=50,
+    )
+    return done | {"modes": most}
 
 
 def run(derivatives: int, seconds: float) -> dict[str, Any]:

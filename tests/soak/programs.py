@@ -8,11 +8,11 @@ So whatever the programs do, their results are exact, and NumPy says what they a
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import drawn
 import harness
 import jax
 import jax.numpy as jnp
@@ -389,23 +389,15 @@ class Program:
 
 def check(seeds: Sequence[int], seconds: float = float("inf")) -> dict[str, Any]:
     """Run the programs of these seeds, or those that there is time for; fail on all ranks if one does. Collective."""
-    done = {"programs": 0, "operations": 0, **dict.fromkeys(WAYS, 0)}
-    start = time.monotonic()
-    for seed in seeds:
-        if harness.CONTROL.bcast(time.monotonic() - start > seconds):
-            break
-        program = Program.drawn(seed)
-        try:
-            text = program.differs()
-        except Exception as error:
-            text = f"{program}:\n{type(error).__name__}: {error}"
-        harness.agree(not text, text)
-        done["programs"] += 1
-        done["operations"] += program.operations()
-        done[program.way] += 1
-        if done["programs"] % 200 == 0:
-            jax.clear_caches()  # what was compiled is not run again
-    return done | {"seconds": round(time.monotonic() - start, 1)}
+    return drawn.check(
+        seeds,
+        seconds,
+        draw=Program.drawn,
+        differs=Program.differs,
+        counted=lambda program: {"operations": program.operations()},
+        ways=WAYS,
+        keep=200,
+    )
 
 
 def run(programs: int, seconds: float) -> dict[str, Any]:

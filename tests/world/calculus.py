@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from cases import CASES, Arrays, Case
 from mpi4py import MPI
@@ -136,3 +137,32 @@ def _count(jaxpr: Any, times: int, found: Counter[str]) -> None:
                     _count(part, inner, found)
                 elif hasattr(part, "jaxpr"):
                     _count(part.jaxpr, inner, found)
+
+
+# Modes of differentiation. Of a function of all ranks' numbers: a derivative along v on a rank is that of its own result,
+# a gradient that of the sum of all ranks' results (docs/differentiation.md).
+
+
+def along(f: Any, v: Any) -> Any:
+    return lambda x: jax.jvp(f, (x,), (v,))[1]
+
+
+def against(f: Any, v: Any) -> Any:
+    return jax.grad(lambda x: jnp.vdot(f(x), v))
+
+
+def modes(f: Any, v: Any, w: Any) -> dict[str, Any]:
+    """The value and the derivatives of a function, up to third order, by mode, as functions of x."""
+    first = {"value": f, "forward": along(f, v), "reverse": jax.grad(f)}
+    second = {
+        "forward over forward": along(along(f, v), w),
+        "forward over reverse": along(jax.grad(f), v),
+        "reverse over forward": jax.grad(along(f, v)),
+        "reverse over reverse": against(jax.grad(f), v),
+    }
+    third = {
+        "forward, forward, reverse": along(along(jax.grad(f), v), w),
+        "reverse, forward, reverse": against(along(jax.grad(f), v), w),
+        "forward, reverse, reverse": along(against(jax.grad(f), v), w),
+    }
+    return first | second | third

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from calculus import COMPOSED, check_gradient, operations
+from calculus import COMPOSED, check_gradient, modes, operations
 from cases import CASES, left, right
 from jax import lax
 from mpi4py import MPI
@@ -283,27 +283,6 @@ EQUAL_MESSAGES = {
 }
 
 
-def along(f, v):
-    return lambda x: jax.jvp(f, (x,), (v,))[1]
-
-
-def against(f, v):
-    return jax.grad(lambda x: jnp.vdot(f(x), v))
-
-
-MODES = {
-    "forward": lambda f, v, w: along(f, v),
-    "reverse": lambda f, v, w: jax.grad(f),
-    "forward over forward": lambda f, v, w: along(along(f, v), w),
-    "forward over reverse": lambda f, v, w: along(jax.grad(f), v),
-    "reverse over forward": lambda f, v, w: jax.grad(along(f, v)),
-    "reverse over reverse": lambda f, v, w: against(jax.grad(f), v),
-    "forward, forward, reverse": lambda f, v, w: along(along(jax.grad(f), v), w),
-    "reverse, forward, reverse": lambda f, v, w: against(along(jax.grad(f), v), w),
-    "forward, reverse, reverse": lambda f, v, w: along(against(jax.grad(f), v), w),
-}
-
-
 @calculus
 @two_ranks
 @both
@@ -332,7 +311,7 @@ def all_modes(program):
     n = np.arange(LONG)
     x, v, w = 0.1 * n % 1 + 0.2 * RANK, np.cos(n + RANK), np.sin(n + 1)
     f = lambda x: mean_of_products(program(x), x)  # noqa: E731
-    return {name: jax.jit(mode(f, v, w))(x) for name, mode in MODES.items()}
+    return {name: jax.jit(mode)(x) for name, mode in modes(f, v, w).items()}
 
 
 @calculus
@@ -344,7 +323,7 @@ def test_every_mode_of_differentiation_with_equal_messages_under_way(program):
     expected = all_modes(EQUAL_MESSAGES[program])
     # The same numbers, but for their order in sums of LONG terms of order 1 / LONG, some of them in float32.
     limit = 64 * np.finfo(np.float32 if program is tree else np.float64).eps
-    for name in MODES:
+    for name in expected:
         np.testing.assert_allclose(got[name], expected[name], rtol=limit, atol=limit, err_msg=name)
 
 

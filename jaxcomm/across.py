@@ -35,7 +35,7 @@ def global_norm(comm: Any, tree: Any, *, replicated: bool = False) -> Any:
     for leaf in leaves:
         if dtypes.is_key(leaf.dtype):
             raise TypeError(f"global_norm: tree must be of numbers, got {leaf.dtype}")
-    double = any(jnp.real(leaf).dtype == np.float64 for leaf in leaves)
+    double = any(leaf.dtype in (np.float64, np.complex128) for leaf in leaves)
     dtype = np.dtype(np.float64 if double else np.float32)
     mine = sum((_square(leaf, dtype) for leaf in leaves), jnp.zeros((), dtype))
     # Other ranks may have other leaves: they all send the same dtype.

@@ -92,6 +92,11 @@ inline void read_traced(Frame& frame) {
 #undef ATTRIBUTE
 }
 
+// Whether only the message that comes will tell from whom, or under which tag.
+inline bool from_anyone(const Attributes& at) {
+  return at.source == constants.any_source || at.recvtag == constants.any_tag;
+}
+
 // What the ranks must agree on in a collective.
 struct Significance {
   bool collective = false, data = false, count = false, values = false, parts = false;

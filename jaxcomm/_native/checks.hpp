@@ -23,14 +23,16 @@ constexpr Significance significance(std::string_view name) {
   constexpr std::string_view alike[] = {"bcast",         "gather",    "scatter", "allgather", "alltoall",
                                         "reduce",        "allreduce", "scan",    "exscan",    "reduce_scatter_block",
                                         "reduce_scatter"};
-  constexpr std::string_view ragged[] = {
-      "gatherv", "scatterv", "allgatherv", "alltoallv", "neighbor_allgatherv", "neighbor_alltoallv"};
+  constexpr std::string_view ragged[] = {"gatherv", "scatterv", "allgatherv", "alltoallv"};
+  constexpr std::string_view of_neighbors[] = {"neighbor_allgatherv", "neighbor_alltoallv"};
   if (name == "barrier") return {true, false, false};
   if (name == "replicated_cotangent") return {true, true, true, true};
   for (const std::string_view each : alike)
     if (name == each) return {true, true, true};
   for (const std::string_view each : ragged)
-    if (name == each) return {true, true, false, false, name.substr(0, 8) != "neighbor"};
+    if (name == each) return {true, true, false, false, true};
+  for (const std::string_view each : of_neighbors)
+    if (name == each) return {true, true};
   return {};
 }
 
@@ -102,6 +104,8 @@ class Fingerprints {
   std::vector<Fingerprint> all;
 };
 
+inline constexpr int kInt64 = 5;  // XLA_FFI_DataType
+
 // What each rank says.
 inline constexpr std::size_t kText = 400;
 template <class F>
@@ -146,7 +150,6 @@ inline std::string missing_link(const std::vector<std::string>& unlinked, const 
 // code).
 template <class F>
 void compare(const Communicator& comm, const Fingerprint& mine, std::string text, const F& tell) {
-  constexpr int kInt64 = 5;  // XLA_FFI_DataType
   Fingerprints known(comm.size);
   tell(mine.data(), known.all.data(), kFieldCount, kInt64);
   const std::string differs = known.differences();
@@ -209,7 +212,6 @@ void Call<H>::check_agreement(const Significance& what) {
 // Throws on every rank if one is about to send another more or less than that expects.
 template <class H>
 void Call<H>::check_parts() {
-  constexpr int kInt64 = 5;  // XLA_FFI_DataType
   const std::string_view name(frame_.operation);
   const Parts& to = name == "scatterv"     ? in_if_root()
                     : name == "gatherv"    ? in_to_root()

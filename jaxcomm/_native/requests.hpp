@@ -221,7 +221,7 @@ void Requests<H>::leave(std::chrono::milliseconds patience) {
 template <class H>
 template <class Op>
 int Call<H>::start_later() {
-  if (at_.shadow != 0 && (at_.source == constants.any_source || at_.recvtag == constants.any_tag)) {
+  if (at_.shadow != 0 && from_anyone(at_)) {
     write_number(kNoRequest, frame_.results[0]);
     return 0;
   }

@@ -162,9 +162,7 @@ auto run_tree(Tree& tree, int data_operands, F run) {
                                            std::to_string(group.size()) + " leaves of a tree is shorter than they are"};
     if (outcome.code != 0) {
       if (first.code == 0) first = outcome;
-      const Attributes& at = known.attributes;
-      const bool from_anyone = receives && (at.source == constants.any_source || at.recvtag == constants.any_tag);
-      if (!done || from_anyone) break;
+      if (!done || (receives && from_anyone(known.attributes))) break;
       continue;
     }
     if (receives) {

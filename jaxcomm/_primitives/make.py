@@ -155,7 +155,11 @@ def _jvp(row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: A
 
 def differentiated(row: Op, full: Params) -> Params:
     """The parameters of what is differentiated: a receive tells where its message came from, and messages keep order."""
-    given = {"enveloped": full.get("enveloped") or FOR_DERIVATIVES, "differentiated": True}
+    return with_own(row, full, enveloped=full.get("enveloped") or FOR_DERIVATIVES, differentiated=True)
+
+
+def with_own(row: Op, full: Params, **given: Any) -> Params:
+    """The parameters with these in their places, as far as the row has them."""
     return full | {name: given[name] for name, _ in row.params if name in given}
 
 
@@ -177,15 +181,9 @@ def for_tangent(row: Op, full: Params, outs: Sequence[Any]) -> Params:
     a program may be sure that its message is received (Irecv, Send, Wait on every rank), but the tangent of a receive is
     not received before it is waited for.
     """
-    given = {
-        "shadow": True,
-        "mode": BUFFERED,
-        "message": -1,
-        "status": None,
-        "enveloped": False,
-        "differentiated": False,
-    }
-    full = full | {name: given[name] for name, _ in row.params if name in given}
+    full = with_own(
+        row, full, shadow=True, mode=BUFFERED, message=-1, status=None, enveloped=False, differentiated=False
+    )
     if not row.envelope:
         return full
     source, tag, received = outs[1]

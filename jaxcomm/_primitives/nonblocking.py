@@ -159,8 +159,7 @@ def _jvp_start(
         moved = [d for d in moving if type(d) is not _compat.Zero and d.dtype != jax.dtypes.float0]
         return [flight], [join(jnp.zeros(FLIGHT.shape, FLIGHT.dtype), *dlinks, *map(link, moved))]
     deferred = row.envelope and (params["deferred"] or not params["shadow"])
-    given = {"shadow": True, "mode": BUFFERED}
-    for_tangent = full | {name: given[name] for name, _ in row.params if name in given} | {"deferred": deferred}
+    for_tangent = make.with_own(row, full, shadow=True, mode=BUFFERED) | {"deferred": deferred}
     moving = [_compat.instantiate_zeros(d) for d in moving]
     return [flight], [start(row, comm, moving, [*dlinks, link(flight)], **for_tangent)]
 

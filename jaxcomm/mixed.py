@@ -97,11 +97,11 @@ class MixedPart(NamedTuple):
     def returns(self) -> bool:
         return True
 
-    def wait(self, links: Sequence[Any], keep: bool = False, **more: Any) -> list[Any]:
+    def wait(self, links: Sequence[Any], keep: bool = False, chosen: bool = False, **more: Any) -> list[Any]:
         """Return [the arrays that came]."""
         if keep:
             raise NotImplementedError(f"{self.name}: Test does not give the result of lists of arrays; use Wait")
-        *ys, _ = packed.wait(packed.ROWS[self.name], self.comm, self.flight, self.sent, self.like, links)
+        *ys, _ = packed.wait(packed.ROWS[self.name], self.comm, self.flight, self.sent, self.like, links, chosen=chosen)
         return [ys]
 
     def only_if(self, told: Any) -> MixedPart:

@@ -58,7 +58,7 @@ class Part(NamedTuple):
         """Return the row's results."""
         params: Params = dict(self.params) | self.scalars
         known = dict(self.row.params)
-        params |= {name: value for name, value in more.items() if name in known or name == "keep"}
+        params |= {name: value for name, value in more.items() if name in known or name in ("keep", "chosen")}
         return nonblocking.wait(self.row, self.comm, self.flight, self.extra, self.like, links, **params)
 
     def only_if(self, told: Any) -> Part:
@@ -148,14 +148,17 @@ class Request:
         return out if token is None else (out, Token(link(*links, *jax.tree_util.tree_leaves(result))))
 
     def _collect(
-        self, status: Any = None, links: Sequence[Any] = (), enveloped: bool = False, keep: bool = False
+        self, status: Any = None, links: Sequence[Any] = (), enveloped: bool = False, **how: bool
     ) -> tuple[Any, Any]:
-        """Wait for all parts. Returns the result and, if `enveloped`, the ReceivedStatus of the message that came."""
+        """Wait for all parts. Returns the result and, if `enveloped`, the ReceivedStatus of the message that came.
+
+        How: keep, chosen: see nonblocking.wait.
+        """
         ref = statuses.of(status, "Wait")
         outs, failed = [], []
         for part in self._parts:
             try:
-                outs.append(part.wait(links, keep=keep, status=ref, enveloped=enveloped))
+                outs.append(part.wait(links, status=ref, enveloped=enveloped, **how))
             except Exception as error:
                 failed.append(error)  # the others end nevertheless
         if failed:
@@ -182,7 +185,7 @@ class Request:
         """
         told = _told([self], waits=False, need=len(self._parts), most=len(self._parts))
         flag = jnp.all(told > 0)
-        result, _ = self._if(flag & jnp.all(told < 3))._collect(status, keep=True)
+        result, _ = self._if(flag & jnp.all(told < 3))._collect(status, keep=True, chosen=True)
         return _host(flag, bool), result
 
     def _if(self, told: Any) -> Request:
@@ -204,14 +207,14 @@ class Request:
 
     @classmethod
     def Testall(cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None) -> Any:
-        """Return (whether all are complete, their results if so, else None on the host and zeros inside jit)."""
+        """Return (whether all are complete, their results if so, else None on the host, inside jit templates or zeros)."""
         told = _told(requests, waits=False, need=len(requests), most=len(requests))
         flag = _host(jnp.all(told > 0), bool)
         given = _statuses(statuses, len(requests))
         if flag is False:
             return False, None
         results = [
-            r._if(told[i] != 0)._collect(status, keep=True)[0]
+            r._if(told[i] != 0)._collect(status, keep=True, chosen=True)[0]
             for i, (r, status) in enumerate(zip(requests, given, strict=True))
         ]
         return flag, results
@@ -239,8 +242,8 @@ class Request:
         index = jnp.where(jnp.any(now), jnp.argmax(now), MPI.UNDEFINED).astype(jnp.int32)
         if not isinstance(index, _compat.Tracer):
             chosen = int(index)
-            return chosen, None if chosen == MPI.UNDEFINED else _wait(requests[chosen], status)
-        results = [r._if(now[i])._collect(status, keep=False)[0] for i, r in enumerate(requests)]
+            return chosen, None if chosen == MPI.UNDEFINED else _wait(requests[chosen], status, chosen=True)
+        results = [r._if(now[i])._collect(status, chosen=True)[0] for i, r in enumerate(requests)]
         kinds = {str(jax.tree_util.tree_map(lambda y: f"{y.dtype.name}{list(y.shape)}", result)) for result in results}
         if len(kinds) > 1:
             raise TypeError(
@@ -274,12 +277,13 @@ class Request:
         now = told == 1
         if isinstance(told, _compat.Tracer):
             indices = jnp.where(now, jnp.arange(len(requests)), MPI.UNDEFINED).astype(jnp.int32)
-            return indices, [r._if(now[i])._collect()[0] for i, r in enumerate(requests)]
+            results = [r._if(now[i])._collect(chosen=True)[0] for i, r in enumerate(requests)]
+            return indices, [_where(now[i], result) for i, result in enumerate(results)]
         if np.all(np.asarray(told) > 1):
             return None, None
         chosen = [int(i) for i in np.flatnonzero(now)]
         given = _statuses(statuses, len(chosen))
-        return chosen, [_wait(requests[i], status) for i, status in zip(chosen, given, strict=True)]
+        return chosen, [_wait(requests[i], status, chosen=True) for i, status in zip(chosen, given, strict=True)]
 
     def Cancel(self) -> None:
         """Cancel a receive for which no message has come: Wait then returns the template. Others are left alone."""
@@ -381,10 +385,10 @@ def _no_handle(name: str) -> NoReturn:
     )
 
 
-def _wait(request: Any, status: Any) -> Any:
-    """Wait for one of ours or of mpi4py's, which fills its buffer or gives an object."""
+def _wait(request: Any, status: Any, chosen: bool = False) -> Any:
+    """Wait for one of ours or of mpi4py's, which fills its buffer or gives an object; chosen as for nonblocking.wait."""
     if isinstance(request, Request):
-        return request.Wait(status)
+        return request._collect(status, chosen=chosen)[0]
     flush()
     return request.wait(status)
 
@@ -401,6 +405,13 @@ def _told(requests: Sequence[Any], waits: bool, need: int, most: int) -> Any:
     flights = [part.flight for part in parts[0]] if len(parts) == 1 else ends
     told = nonblocking.choose(comm, flights, waits=waits, need=need, most=most)
     return told if isinstance(told, _compat.Tracer) else np.asarray(told)
+
+
+def _where(told: Any, result: Any) -> Any:
+    """The leaves of a result, or zeros."""
+    return jax.tree_util.tree_map(
+        lambda y: y if dtypes.is_nothing(y) else jnp.where(told, y, dtypes.zeros(y.shape, y.dtype)), result
+    )
 
 
 def _host(value: Any, kind: Callable[[Any], Any]) -> Any:

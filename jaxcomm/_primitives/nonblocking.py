@@ -35,7 +35,7 @@ from jaxcomm._primitives.op import BUFFERED, TRACEABLE, TRACED, Op, Params, ever
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
-__all__ = ["CHOOSE", "FLIGHT", "NOTHING", "choose", "end", "extras", "start", "startable", "wait"]
+__all__ = ["CHOOSE", "FLIGHT", "NOTHING", "choose", "end", "extras", "refuse_chosen", "start", "startable", "wait"]
 
 FLIGHT = _compat.ShapedArray((2,), np.dtype(np.float32))
 NOTHING = np.array([-1, 0], np.float32)
@@ -110,10 +110,11 @@ def wait(
       row: of the table. comm: a communicator of ours.
       flight: from `start`. extra: as many of the operands as `extras` says.
       like: (shape, dtype) of the operand that it was started with, None without one.
-      params: as `start` was given; keep: the request may be waited for again.
+      params: as `start` was given; keep: the request may be waited for again; chosen: it is waited for because it was
+        found complete, so that its result depends on when a message comes, and has no derivative.
     Returns: as make.bind.
     """
-    full = {"unlinked": False, "keep": False} | dict(row.params) | params | {"like": like}
+    full = {"unlinked": False, "keep": False, "chosen": False} | dict(row.params) | params | {"like": like}
     return _bind(_WAIT[row.name], [*extra, flight], links, comm, full)
 
 
@@ -257,18 +258,15 @@ def _first(x: Any, axis: int | None) -> Any:
 def _jvp_wait(
     row: Op, primals: Sequence[Any], tangents: Sequence[Any], /, *, comm: Any, like: Any, **params: Any
 ) -> tuple[list[Any], list[Any]]:
-    if params["keep"]:
-        raise NotImplementedError(
-            "what Test, Waitany, Waitsome and their like return depends on when a message comes and has no derivative; "
-            "use Wait or Waitall, or jax.lax.stop_gradient on the operands"
-        )
     extra, flight, scalars, links = _split_wait(row, primals, params)
     moving, dflight, _, dlinks = _split_wait(row, tangents, params)
     dlinks = [d for d in dlinks if type(d) is not _compat.Zero]
     full = params | scalars
     n_outs = 1 + bool(params.get("enveloped"))
+    moves = like is not None and jnp.issubdtype(like[1], jnp.inexact)
+    refuse_chosen(moves and params["chosen"])
     outs = wait(row, comm, flight, extra, like, links, **make.differentiated(row, full))
-    if like is None or not jnp.issubdtype(like[1], jnp.inexact):
+    if not moves:
         return outs[:n_outs], make.no_tangent(row, comm, params, outs[:n_outs], dlinks)
     dflight = _compat.instantiate_zeros(dflight)
     if not row.linear(params):
@@ -297,7 +295,16 @@ def _transpose_wait(row: Op, cts: Sequence[Any], /, *args: Any, comm: Any, like:
     return [*results, *[None] * len(scalars), *link_cotangents(links, ct)]
 
 
-def _run_wait(row: Op, /, *args: Any, comm: Any, unlinked: bool, **params: Any) -> list[Any]:
+def refuse_chosen(chosen: bool) -> None:
+    """Raise if a result that depends on when a message comes is to be differentiated."""
+    if chosen:
+        raise NotImplementedError(
+            "what Test, Waitany, Waitsome and their like return depends on when a message comes and has no derivative; "
+            "use Wait or Waitall, Get_status for the flag alone, or jax.lax.stop_gradient on the operands"
+        )
+
+
+def _run_wait(row: Op, /, *args: Any, comm: Any, unlinked: bool, chosen: bool, **params: Any) -> list[Any]:
     extra, flight, scalars, _ = _split_wait(row, args, params)
     known = {name: int(value) for name, value in scalars.items()}
     return eager.run(_wait_op(row), comm, [*extra[: row.envelope], flight], params | known)

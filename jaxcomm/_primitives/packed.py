@@ -217,10 +217,11 @@ def wait(
     like: Sequence[Any],
     links: Sequence[Any] = (),
     reverse: bool = False,
+    chosen: bool = False,
 ) -> list[Any]:
-    """Wait for it; `sent` are the abstract values of what was sent. Returns as `bind`."""
+    """Wait for it; `sent` are the abstract values of what was sent; chosen as for nonblocking.wait. Returns as `bind`."""
     return _WAITS[row.name].bind(  # type: ignore[no-any-return]
-        flight, *links, comm=comm, sent=tuple(sent), like=tuple(like), reverse=reverse, unlinked=False
+        flight, *links, comm=comm, sent=tuple(sent), like=tuple(like), reverse=reverse, chosen=chosen, unlinked=False
     )
 
 
@@ -269,21 +270,32 @@ def _compiled_start(
 
 
 def _batch_wait(
-    row: Op, args: Any, dims: Any, /, *, comm: Any, sent: Any, like: Any, reverse: bool, unlinked: bool
+    row: Op, args: Any, dims: Any, /, *, comm: Any, sent: Any, like: Any, reverse: bool, chosen: bool, unlinked: bool
 ) -> tuple[Any, Any]:
     (flight, *links), (axis, *_) = args, dims
     if axis is None:
-        outs = wait(row, comm, flight, sent, like, links, reverse)
+        outs = wait(row, comm, flight, sent, like, links, reverse, chosen)
         return outs, [None] * len(outs)
     size = flight.shape[axis]
     one = jnp.moveaxis(flight, axis, 0)[0]
-    *ys, end = wait(row, comm, one, _with_batch(sent, size), _with_batch(like, size), links, reverse)
+    *ys, end = wait(row, comm, one, _with_batch(sent, size), _with_batch(like, size), links, reverse, chosen)
     return [*ys, make.moved(end, None, 0, size)], [0] * (len(ys) + 1)
 
 
 def _jvp_wait(
-    row: Op, primals: Any, tangents: Any, /, *, comm: Any, sent: Any, like: Any, reverse: bool, unlinked: bool
+    row: Op,
+    primals: Any,
+    tangents: Any,
+    /,
+    *,
+    comm: Any,
+    sent: Any,
+    like: Any,
+    reverse: bool,
+    chosen: bool,
+    unlinked: bool,
 ) -> tuple[Any, Any]:
+    nonblocking.refuse_chosen(chosen)
     (flight, *links), (dflight, *dlinks) = primals, tangents
     *ys, end = wait(row, comm, flight, sent, like, links, reverse)
     dlinks = [d for d in dlinks if type(d) is not _compat.Zero]
@@ -293,7 +305,17 @@ def _jvp_wait(
 
 
 def _transpose_wait(
-    row: Op, cts: Any, /, flight: Any, *links: Any, comm: Any, sent: Any, like: Any, reverse: bool, unlinked: bool
+    row: Op,
+    cts: Any,
+    /,
+    flight: Any,
+    *links: Any,
+    comm: Any,
+    sent: Any,
+    like: Any,
+    reverse: bool,
+    chosen: bool,
+    unlinked: bool,
 ) -> list[Any]:
     *given, end = cts
     end = _compat.instantiate_zeros(end)
@@ -313,13 +335,13 @@ def _waited(row: Op, flight: Any, comm: Any, sent: Any, like: Any, reverse: bool
 
 
 def _run_wait(
-    row: Op, /, flight: Any, *links: Any, comm: Any, sent: Any, like: Any, reverse: bool, unlinked: bool
+    row: Op, /, flight: Any, *links: Any, comm: Any, sent: Any, like: Any, reverse: bool, chosen: bool, unlinked: bool
 ) -> list[Any]:
     return _taken_apart(_waited(row, flight, comm, sent, like, reverse), like)
 
 
 def _compiled_wait(
-    row: Op, /, flight: Any, *links: Any, comm: Any, sent: Any, like: Any, reverse: bool, unlinked: bool
+    row: Op, /, flight: Any, *links: Any, comm: Any, sent: Any, like: Any, reverse: bool, chosen: bool, unlinked: bool
 ) -> list[Any]:
     return [*_parts(_waited(row, flight, comm, sent, like, reverse), like), _zeros(LINK)]
 

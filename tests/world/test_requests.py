@@ -14,6 +14,7 @@ from jax import lax
 from mpi4py import MPI
 
 from jaxcomm import Prequest, Request, create_token
+from jaxcomm._primitives import dtypes
 
 WORLD = harness.communicator("world")
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -480,7 +481,7 @@ def test_waitsome_and_testsome():
 
 @two_ranks
 def test_waitsome_in_jit():
-    """The results of all at the places of the requests: where nothing came, a template that another call fills."""
+    """The results of all at the places of the requests: where nothing came now, zeros, which may be added up."""
 
     @jax.jit
     def f(x):
@@ -488,16 +489,97 @@ def test_waitsome_in_jit():
 
         def step(state):
             indices, ys = Request.Waitsome(receiving)
-            now = indices != MPI.UNDEFINED
-            got = [jnp.where(flag, y, old) for flag, y, old in zip(now, ys, state[1], strict=True)]
-            return state[0] + now.sum(), got
+            return state[0] + jnp.sum(indices != MPI.UNDEFINED), jax.tree.map(jnp.add, state[1], ys)
 
-        out = lax.while_loop(lambda s: s[0] < SIZE - 1, step, (0, [x] * (SIZE - 1)))[1]
+        out = lax.while_loop(lambda s: s[0] < SIZE - 1, step, (0, [jnp.zeros_like(x)] * (SIZE - 1)))[1]
         Request.Waitall(sending)
         return out
 
     for r, y in zip(OTHERS, f(jnp.arange(3.0) + RANK), strict=True):
         np.testing.assert_array_equal(y, np.arange(3.0) + r)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.bfloat16, jnp.int4, jnp.float8_e4m3fn, "key"])
+@two_ranks
+def test_what_is_not_complete_is_a_template_or_zeros(dtype):
+    """A test leaves a receive's template, as MPI leaves the buffer; what picks gives zeros where it does not pick."""
+
+    @jax.jit
+    def f(x):
+        receiving = [WORLD.Irecv({"a": x, "b": x}, LEFT, 26), WORLD.Irecv({"a": x, "b": x}, LEFT, 27)]
+        early = [
+            Request.Testall(receiving),
+            receiving[1].Test(),
+            Request.Testsome(receiving),
+            Request.Testany(receiving),
+        ]
+        WORLD.Barrier()
+        sending = [WORLD.Isend({"a": x, "b": x}, RIGHT, 26), WORLD.Isend({"a": x, "b": x}, RIGHT, 27)]
+        _, late = Request.Waitall([*sending, receiving[0]])[-1], Request.Waitsome(receiving)
+        return early, late
+
+    def words(y):
+        return np.asarray(jax.random.key_data(y) if dtypes.is_key(y.dtype) else y.astype(jnp.float32))
+
+    x = jax.random.key(3) if dtype == "key" else jnp.ones(3, dtype)
+    (all_, one, some, any_), (indices, ys) = f(x)
+    np.testing.assert_array_equal([all_[0], one[0], any_[1]], False)
+    for y in jax.tree.leaves([all_[1], one[1]]):
+        np.testing.assert_array_equal(words(y), words(x))
+    for y in jax.tree.leaves([some[1], any_[2], ys[0]]):
+        np.testing.assert_array_equal(words(y), np.zeros_like(words(x)))
+    np.testing.assert_array_equal([*some[0], any_[0]], MPI.UNDEFINED)
+    np.testing.assert_array_equal(indices, [MPI.UNDEFINED, 1])
+    for y in jax.tree.leaves(ys[1]):
+        np.testing.assert_array_equal(words(y), words(x))
+
+
+PICKS = {
+    "Test": lambda request: request.Test()[1],
+    "Testall": lambda request: Request.Testall([request])[1],
+    "Waitany": lambda request: Request.Waitany([request])[1],
+    "Testany": lambda request: Request.Testany([request])[2],
+    "Waitsome": lambda request: Request.Waitsome([request])[1],
+    "Testsome": lambda request: Request.Testsome([request])[1],
+}
+
+
+def total(tree):
+    return sum((jnp.sum(y) for y in jax.tree.leaves(tree)), jnp.zeros(()))
+
+
+@both
+@pytest.mark.parametrize("mode", ["grad", "jvp"])
+@pytest.mark.parametrize("name", PICKS)
+def test_what_depends_on_time_has_no_derivative(name, mode, jit):
+    """Every rank refuses it, whatever came first."""
+
+    def f(x):
+        mixed = name.startswith("Wait")  # Test has no result of lists
+        request = WORLD.Ialltoallw([x] * SIZE, [x] * SIZE) if mixed else WORLD.Iallreduce(x)
+        while request.Get_status() is False:
+            pass
+        try:
+            return total(PICKS[name](request))
+        finally:
+            request.Free()
+
+    x = jnp.ones(3)
+    with pytest.raises(NotImplementedError, match="depends on when a message comes"):
+        jax.grad(jit(f))(x) if mode == "grad" else jax.jvp(jit(f), (x,), (x,))
+    WORLD.Barrier()
+
+
+@both
+@pytest.mark.parametrize("name", ["Waitany", "Waitsome"])
+def test_what_has_no_derivative_may_depend_on_time(name, jit):
+    def f(x):
+        constant = PICKS[name](WORLD.Iallreduce(lax.stop_gradient(x)))
+        return jnp.sum(x) * total(constant) + total(PICKS[name](WORLD.Iallreduce(x.astype(jnp.int32))))
+
+    x = jnp.ones(3)
+    np.testing.assert_array_equal(jax.grad(jit(f))(x), [3 * SIZE] * 3)
+    np.testing.assert_array_equal(jax.jvp(jit(f), (x,), (x,))[1], 9 * SIZE)
 
 
 @both

@@ -166,7 +166,10 @@ def drop_in(method: Callable[..., Any]) -> Callable[..., Any]:
 # As the table of operations names them. What takes Python objects is another operation, but for a barrier.
 _COLLECTIVES = (
     "barrier bcast gather gatherv scatter scatterv allgather allgatherv alltoall alltoallv alltoallw reduce allreduce "
-    "reduce_scatter reduce_scatter_block scan exscan"
+    "reduce_scatter reduce_scatter_block scan exscan "
+    # What makes communicators or processes.
+    "clone dup dup_with_info idup idup_with_info create split split_type create_cart create_graph create_dist_graph "
+    "create_dist_graph_adjacent sub create_intercomm spawn spawn_multiple accept connect"
 )
 _NEIGHBORS = {
     "neighbor_allgather": "neighbor_allgatherv",

@@ -27,7 +27,8 @@ def checking(on: bool = True) -> Iterator[None]:
     """Turn checking mode on (or off) for the operations in a with block; JAXCOMM_CHECK=1 turns it on for a program.
 
     Collectives: before each blocking one, the ranks tell each other operation, dtype, count, op and root (of ragged ones and
-    those of neighbours, operation, dtype and root; of mpi4py's own on a JaxComm, the operation). Where these differ, every
+    those of neighbours, operation, dtype and root; of mpi4py's own on a JaxComm, what makes communicators among them, the
+    operation). Where these differ, every
     rank raises an error that lists what each is doing, and where; nothing has been communicated then, and the communicator
     goes on. Nonblocking ones are compared when they are waited for; then the communicator should not be used on. That begins
     with a communicator's first blocking one.
@@ -42,8 +43,8 @@ def checking(on: bool = True) -> Iterator[None]:
     It costs another small collective or message for each. Ranks enter and leave the block alike. Functions that were
     compiled before are checked too.
 
-    Not checked: operations between two groups; nonblocking methods of mpi4py's own; what makes communicators; messages on
-    communicators that jaxcomm did not make, and any messages before it has made one of all processes of MPI.COMM_WORLD.
+    Not checked: operations between two groups; nonblocking methods of mpi4py's own; messages on communicators that jaxcomm
+    did not make, and any messages before it has made one of all processes of MPI.COMM_WORLD.
     """
     flush()  # what is under way began outside
     before = bridge.checking()

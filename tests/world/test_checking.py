@@ -110,7 +110,15 @@ def test_what_agrees_is_done():
 
 
 @pytest.mark.parametrize(
-    "of_mpi4py", [lambda: WORLD.Bcast(np.zeros(4)), lambda: WORLD.bcast(1), lambda: WORLD.Barrier()]
+    "of_mpi4py",
+    [
+        lambda: WORLD.Bcast(np.zeros(4)),
+        lambda: WORLD.bcast(1),
+        lambda: WORLD.Barrier(),
+        lambda: WORLD.Dup(),
+        lambda: WORLD.Split(0),
+        lambda: WORLD.Create_cart([SIZE]),
+    ],
 )
 @several_ranks
 def test_methods_of_mpi4pys(of_mpi4py):

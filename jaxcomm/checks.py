@@ -37,11 +37,11 @@ def checking(on: bool = True) -> Iterator[None]:
     template, or is longer, or is shorter and the program does not ask how much has come (return_status=True, status=, a
     probe). What mpi4py's own methods send, on NumPy arrays or as objects, is received as it is.
 
-    Cotangents that Allreduce(..., replicated=True) says are equal on all ranks are compared, in functions that are
-    differentiated inside the block.
+    Cotangents that Allreduce(..., replicated=True) says are equal on all ranks are compared in functions that are
+    differentiated inside the block; reductions whose op is a function, by name and root, in those that are traced there.
 
     It costs another small collective or message for each. Ranks enter and leave the block alike. Functions that were
-    compiled before are checked too.
+    compiled before are checked too, but for these two.
 
     Not checked: operations between two groups; nonblocking methods of mpi4py's own; messages on communicators that jaxcomm
     did not make, and any messages before it has made one of all processes of MPI.COMM_WORLD.

@@ -30,7 +30,9 @@ import numpy as np
 from mpi4py import MPI
 
 from jaxcomm import ragged
-from jaxcomm._primitives import _compat, dtypes, reductions
+from jaxcomm._native import bridge
+from jaxcomm._primitives import _compat, dtypes, lowering, make, reductions
+from jaxcomm._primitives.table import TABLE
 from jaxcomm.arguments import alike, operand, root_rank, token_link
 from jaxcomm.jitted import jit
 from jaxcomm.token import EFFECT, Token, join, link, own_array
@@ -50,6 +52,8 @@ class Way:
       op: the function.
       root: of Reduce.
       counts: of Reduce_scatter, rows for each rank.
+      checked: whether ranks compare that all begin it: what its messages are tells a receiver little.
+      site: where it is called, if somebody wants to know; what is staged in a program of the user's knows it by itself.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Way:
     op: Combine
     root: int = 0
     counts: tuple[int, ...] = ()
+    checked: bool = False
+    site: int = 0
 
 
 class Fold(NamedTuple):
@@ -77,7 +83,8 @@ class Fold(NamedTuple):
         links = () if self.token is None else (token_link(self.token, self.way.name).array,)
         leaves = jax.tree_util.tree_leaves((self.operand, self.identity, links))
         staged = _compat.tracing() or any(isinstance(leaf, _compat.Tracer) for leaf in [*leaves, *_held(self.way.op)])
-        result, end = (_program if staged else _compiled)(self.way, self.operand, self.identity, links)
+        with lowering.called_at(self.way.site):
+            result, end = (_program if staged else _compiled)(self.way, self.operand, self.identity, links)
         return result if self.token is None else (result, Token(end))
 
 
@@ -109,7 +116,9 @@ def planned(
         raise TypeError(f"{name}: a function as op is not for an intercommunicator; merge the groups (Merge)")
     # A None is no leaf, but a tree that is None has none.
     x = jax.tree_util.tree_map(partial(_operand, f"{name}: sendbuf"), sendbuf, is_leaf=lambda _: sendbuf is None)
-    way = Way(name, comm, function, root_rank(root, comm.size, f"{name}: root"), _counts(comm, name, x, recvcounts))
+    at, counts = root_rank(root, comm.size, f"{name}: root"), _counts(comm, name, x, recvcounts)
+    site = lowering.caller() if bridge.observed() else 0
+    way = Way(name, comm, function, at, counts, bridge.checking(), site)
     _check_template(way, x, recvbuf)
     return Fold(way, x, like_operand(x, identity) if name == "Exscan" else None, token)
 
@@ -288,6 +297,9 @@ def _program(way: Way, x: Any, identity: Any, links: Sequence[Any]) -> tuple[Any
     one = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(_result_shape(way, leaf.shape), leaf.dtype), x)
     held = [value for value in jax.make_jaxpr(way.op)(one, one).consts if isinstance(value, _compat.Tracer)]
     bond = link(*links, *held, *jax.tree_util.tree_leaves((x, identity)))
+    if way.checked:
+        row = TABLE[f"fold_{way.name.lower()}"]
+        bond = make.bind(row, way.comm, [], [bond], **{name: getattr(way, name) for name, _ in row.params})[0]
     x = jax.tree_util.tree_map(lambda leaf: join(leaf, bond), x)
     y = _ALGORITHMS[way.name](way, x, identity)
     return y, link(*links, *jax.tree_util.tree_leaves(y))

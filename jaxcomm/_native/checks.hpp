@@ -25,7 +25,7 @@ constexpr Significance significance(std::string_view name) {
                                         "reduce_scatter"};
   constexpr std::string_view ragged[] = {"gatherv", "scatterv", "allgatherv", "alltoallv"};
   constexpr std::string_view of_neighbors[] = {"neighbor_allgatherv", "neighbor_alltoallv"};
-  if (name == "barrier") return {true, false, false};
+  if (name == "barrier" || name.substr(0, 5) == "fold_") return {true, false, false};
   if (name == "replicated_cotangent") return {true, true, true, true};
   for (const std::string_view each : alike)
     if (name == each) return {true, true, true};

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -29,9 +31,29 @@ _compat.exclude_from_call_sites(os.path.dirname(os.path.dirname(__file__)))
 def _origin(context: Any, params: Params) -> dict[str, attributes.Attribute]:
     """What error messages say of an operation: where it is called, and whether differentiation passed it by."""
     out: dict[str, attributes.Attribute] = {"unlinked": 1} if params["unlinked"] else {}
-    if site := _compat.call_site(context):
-        out["site"] = _site_number(*site)
+    place = _compat.call_site(context)
+    if site := _site_number(*place) if place else _known.site:
+        out["site"] = site
     return out
+
+
+class _Known(threading.local):
+    """The place of the call that is being compiled, 0 if it is not known."""
+
+    site = 0
+
+
+_known = _Known()
+
+
+@contextmanager
+def called_at(site: int) -> Iterator[None]:
+    """What is compiled in a with block, and is no part of the user's program, is called from there."""
+    before, _known.site = _known.site, site
+    try:
+        yield
+    finally:
+        _known.site = before
 
 
 def caller() -> int:

@@ -161,6 +161,19 @@ _ROWS = (
         lead_out="recvcounts",
         adjoint=Adjoint("alltoallv", to.exchanged, "Alltoallv of the cotangents with the counts exchanged"),
     ),
+    # What begins a reduction by messages (folds.py) in checking mode, where ranks compare whether all begin the same.
+    *(
+        Op(
+            f"fold_{name}",
+            "MPI 4.1, 6.9",
+            params=(_ROOT,) if name == "reduce" else (),
+            operands=0,
+            sends=nobody,
+            returns=nobody,
+            blocking_only=True,
+        )
+        for name in ("reduce", "allreduce", "scan", "exscan", "reduce_scatter_block", "reduce_scatter")
+    ),
     Op(
         "reduce",
         "MPI 4.1, 6.9.1",

@@ -190,7 +190,7 @@ SHAPES = {
     "scan": ((ALONE, ALONE),) * 2,
     "exscan": ((ALONE, None), (ALONE, ALONE)),
     "barrier": ((None, None),) * 2,
-}
+} | {name: ((None, None),) * 2 for name in TABLE if name.startswith("fold_")}
 
 
 def test_shapes_are_stated_for_every_row():

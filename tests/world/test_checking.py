@@ -38,6 +38,12 @@ MISMATCHES = {
     "counts of Alltoallv": (COUNTS, lambda x: WORLD.Alltoallv(jnp.zeros(sum(FEWER)), sendcounts=FEWER, recvcounts=ALL)),
     "barrier": ("the operation", lambda x: WORLD.Barrier() if ODD else WORLD.Bcast(x)),
     "neighbours": ("dtype", lambda x: RING.Neighbor_allgather(x.astype(int) if ODD else x)),
+    "functions": (
+        "the operation",
+        lambda x: WORLD.Scan(x, jnp.logaddexp) if ODD else WORLD.Allreduce(x, jnp.logaddexp),
+    ),
+    "function or op": ("the operation", lambda x: WORLD.Allreduce(x, op=jnp.add if ODD else MPI.SUM)),
+    "root of a function": ("root", lambda x: WORLD.Reduce((x, RANK), op=MPI.MAXLOC, root=int(ODD))),
     "of neighbours": ("the operation", lambda x: RING.Neighbor_allgather(x) if ODD else RING.Neighbor_alltoall(x[:2])),
 }
 
@@ -107,6 +113,8 @@ def test_what_agrees_is_done():
     np.testing.assert_array_equal(part, 1)
     grad = jax.grad(lambda x: jnp.sum(WORLD.Allreduce(x) ** 2))(X)
     np.testing.assert_allclose(grad, 2 * SIZE * SIZE * X)
+    second = jax.jacfwd(jax.grad(lambda x: jnp.sum(WORLD.Allreduce(x, op=jnp.add) ** 2)))
+    np.testing.assert_allclose(jax.vmap(second)(jnp.stack([X, X]))[1], 2 * SIZE * SIZE * np.eye(4))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jaxcomm._primitives import _compat, dtypes, packed, reductions
 from jaxcomm._primitives.table import TABLE
 
 PAGE = Path(__file__).with_name("dtypes.md")
-NOTHING = ("barrier", "probe", "pvary", "replicated_cotangent", *(name for name in TABLE if name.startswith("fold_")))
+NOTHING = ("barrier", "probe", "pvary", "replicated_cotangent", "agree")
 """Rows that take no array, or communicate none."""
 OTHERS = ("MAXLOC, MINLOC", "MEAN", "Op.Create", "function")
 """What else a reduction takes as op: reductions.md."""

@@ -16,6 +16,7 @@ from jaxcomm._runtime import TAG_UB
 from jaxcomm.token import Token
 
 __all__ = [
+    "Divided",
     "alike",
     "averaged",
     "operand",

@@ -26,19 +26,20 @@ _carriers: list[MPI.Intracomm] = []
 def checking(on: bool = True) -> Iterator[None]:
     """Turn checking mode on (or off) for the operations in a with block; JAXCOMM_CHECK=1 turns it on for a program.
 
-    Collectives: before each blocking one, the ranks tell each other operation, dtype, count, op and root (of ragged ones and
-    those of neighbours, operation, dtype and root; of mpi4py's own on a JaxComm, what makes communicators among them, the
-    operation). Where these differ, every
-    rank raises an error that lists what each is doing, and where; nothing has been communicated then, and the communicator
-    goes on. Nonblocking ones are compared when they are waited for; then the communicator should not be used on. That begins
-    with a communicator's first blocking one.
+    Collectives: before each blocking one, the ranks tell each other operation, dtype, count, op and root (of ragged
+    ones, those of neighbours and Alltoallw, what each sends and expects; of mpi4py's own on a JaxComm, what makes
+    communicators among them, the operation). Where these differ, every rank raises an error that lists what each is
+    doing, and where; nothing has been communicated then, and the communicator goes on. Nonblocking ones are compared
+    when they are waited for, without the counts of ragged ones; then the communicator should not be used on. That
+    begins with a communicator's first blocking one.
 
     Messages: a receive raises, and names the sender's call with file and line, if the message has another dtype than the
     template, or is longer, or is shorter and the program does not ask how much has come (return_status=True, status=, a
     probe). What mpi4py's own methods send, on NumPy arrays or as objects, is received as it is.
 
     Cotangents that Allreduce(..., replicated=True) says are equal on all ranks are compared in functions that are
-    differentiated inside the block; reductions whose op is a function, by name and root, in those that are traced there.
+    differentiated inside the block. In those that are traced there, so are functions as op, by their names, MEAN, the
+    structures of trees, and the parts of Reduce_scatter.
 
     It costs another small collective or message for each. Ranks enter and leave the block alike. Functions that were
     compiled before are checked too, but for these two.

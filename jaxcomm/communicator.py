@@ -72,13 +72,13 @@ class _Communicator:
         except KeyError:
             return self._register()
 
-    def _register(self, shadow: MPI.Comm | None = None) -> int:
+    def _register(self, shadow: MPI.Comm | None = None, called: str = "unnamed") -> int:
         self._check_alive()
         self.Set_errhandler(MPI.ERRORS_RETURN)  # type: ignore[attr-defined]
         handle, other = (MPI._handleof(c) & (2**64 - 1) for c in (self, self if shadow is None else shadow))
         rank, size, name = self.Get_rank(), self.Get_size(), self.Get_name()
-        slot = bridge.add_communicator(handle, other, rank, size, self.peers, self.two_groups, name or "unnamed")
-        self.__dict__.update(_slot=slot, _facts=(rank, size), _name=name, _shadow=shadow)
+        slot = bridge.add_communicator(handle, other, rank, size, self.peers, self.two_groups, name or called)
+        self.__dict__.update(_slot=slot, _facts=(rank, size), _name=name or called, _shadow=shadow)
         _registered[MPI._handleof(self)] = self
         for tell in when_registered:
             tell(self)
@@ -137,7 +137,7 @@ class _Communicator:
         if not freed:
             self.slot  # noqa: B018  fills _facts
         (rank, size), name = self.__dict__["_facts"], self.__dict__["_name"]
-        return f"{type(self).__name__}({name or 'unnamed'}, rank {rank} of {size}{freed})"
+        return f"{type(self).__name__}({name}, rank {rank} of {size}{freed})"
 
     def __copy__(self) -> Any:
         """A communicator is a place to meet, not data: what contains one may be copied, and meets there too."""
@@ -184,8 +184,8 @@ class _Communicator:
     def Set_name(self, name: str) -> None:
         """Name the communicator; error messages and repr show the name."""
         super().Set_name(name)  # type: ignore[misc]
-        bridge.rename_communicator(self.slot, name)
-        self.__dict__["_name"] = name
+        bridge.rename_communicator(self.slot, name or "unnamed")
+        self.__dict__["_name"] = name or "unnamed"
 
 
 class JaxComm(Operations, _Communicator, MPI.Intracomm):
@@ -225,17 +225,17 @@ _KINDS = (
 )
 
 
-def _adopt(made: Any) -> Any:
-    """Give a communicator that mpi4py made the wrapper type; it becomes ours."""
+def _adopt(made: Any, called: str = "unnamed") -> Any:
+    """Give a communicator that mpi4py made the wrapper type; it becomes ours. If it has no name, messages call it so."""
     if isinstance(made, tuple):  # Idup: nothing can be known of the communicator before the request is complete
         made[1].Wait()
-        return (_adopt(made[0]), made[1])
+        return (_adopt(made[0], called), made[1])
     if not isinstance(made, MPI.Comm) or made == MPI.COMM_NULL:
         return made
     base, ours = next(kind for kind in _KINDS if isinstance(made, kind[0]))
     comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
     # A duplicate of the mpi4py object and not ours: Dup would come back here.
-    comm._register(shadow=base.Dup(made))
+    comm._register(base.Dup(made), called)
     if not isinstance(made, MPI.Intercomm):
         introduce(comm.slot, comm.__dict__["_shadow"])
     if isinstance(made, MPI.Topocomm):
@@ -243,7 +243,7 @@ def _adopt(made: Any) -> Any:
     return comm
 
 
-def _view(made: Any) -> Any:
+def _view(made: Any, called: str = "") -> Any:
     """Give a communicator that somebody has already the wrapper type, or find ours; it stays theirs."""
     if not isinstance(made, MPI.Comm) or made == MPI.COMM_NULL:
         return made

@@ -31,13 +31,12 @@ from mpi4py import MPI
 
 from jaxcomm import ragged
 from jaxcomm._native import bridge
-from jaxcomm._primitives import _compat, dtypes, lowering, make, reductions
-from jaxcomm._primitives.table import TABLE
+from jaxcomm._primitives import _compat, dtypes, lowering, reductions
 from jaxcomm.arguments import alike, operand, root_rank, token_link
 from jaxcomm.jitted import jit
 from jaxcomm.token import EFFECT, Token, join, link, own_array
 
-__all__ = ["Fold", "among", "described", "like_operand", "planned"]
+__all__ = ["Fold", "among", "described", "like_operand", "planned", "tree_text"]
 
 Combine = Callable[[Any, Any], Any]
 
@@ -52,7 +51,6 @@ class Way:
       op: the function.
       root: of Reduce.
       counts: of Reduce_scatter, rows for each rank.
-      checked: whether ranks compare that all begin it: what its messages are tells a receiver little.
       site: where it is called, if somebody wants to know; what is staged in a program of the user's knows it by itself.
     """
 
@@ -61,7 +59,6 @@ class Way:
     op: Combine
     root: int = 0
     counts: tuple[int, ...] = ()
-    checked: bool = False
     site: int = 0
 
 
@@ -76,6 +73,14 @@ class Fold(NamedTuple):
     operand: Any
     identity: Any
     token: Token | None
+
+    @property
+    def says(self) -> str:
+        """The call in words, equal on all ranks."""
+        way = self.way
+        op = repr(way.op) if isinstance(way.op, Extremum) else getattr(way.op, "__name__", type(way.op).__name__)
+        more = f", root {way.root}" * (way.name == "Reduce") + f", recvcounts {list(way.counts)}" * bool(way.counts)
+        return f"{way.name} of {_described(self.operand)}, op {op}{more}"
 
     def run(self) -> Any:
         """Run or stage the call. Returns what the method returns."""
@@ -118,7 +123,7 @@ def planned(
     x = jax.tree_util.tree_map(partial(_operand, f"{name}: sendbuf"), sendbuf, is_leaf=lambda _: sendbuf is None)
     at, counts = root_rank(root, comm.size, f"{name}: root"), _counts(comm, name, x, recvcounts)
     site = lowering.caller() if bridge.observed() else 0
-    way = Way(name, comm, function, at, counts, bridge.checking(), site)
+    way = Way(name, comm, function, at, counts, site)
     _check_template(way, x, recvbuf)
     return Fold(way, x, like_operand(x, identity) if name == "Exscan" else None, token)
 
@@ -297,9 +302,6 @@ def _program(way: Way, x: Any, identity: Any, links: Sequence[Any]) -> tuple[Any
     one = jax.tree_util.tree_map(lambda leaf: jax.ShapeDtypeStruct(_result_shape(way, leaf.shape), leaf.dtype), x)
     held = [value for value in jax.make_jaxpr(way.op)(one, one).consts if isinstance(value, _compat.Tracer)]
     bond = link(*links, *held, *jax.tree_util.tree_leaves((x, identity)))
-    if way.checked:
-        row = TABLE[f"fold_{way.name.lower()}"]
-        bond = make.bind(row, way.comm, [], [bond], **{name: getattr(way, name) for name, _ in row.params})[0]
     x = jax.tree_util.tree_map(lambda leaf: join(leaf, bond), x)
     y = _ALGORITHMS[way.name](way, x, identity)
     return y, link(*links, *jax.tree_util.tree_leaves(y))
@@ -320,7 +322,12 @@ def _checked(way: Way, x: Any) -> Combine:
 
 
 def _described(x: Any) -> str:
-    return str(jax.tree_util.tree_map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", x)).replace("'", "")
+    return tree_text(jax.tree_util.tree_map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", x))
+
+
+def tree_text(tree: Any) -> str:
+    """A pytree of words, without their quotation marks."""
+    return str(tree).replace("'", "")
 
 
 def _exchange(comm: Any, x: Any, dest: int | None, source: int | None, like: Any = None) -> Any:

@@ -97,24 +97,27 @@ def _is_classmethod(base: type, name: str) -> bool:
     return inspect.ismethod(getattr(base, name))
 
 
-def _guarded(cls: type, base: type, name: str, results: dict[str, Callable[[Any], Any]]) -> Any:
+def _guarded(cls: type, base: type, name: str, results: dict[str, Callable[[Any, str], Any]]) -> Any:
     """A method that looks at its arguments and waits for pending operations first, and then does as it did before."""
     theirs, kind = getattr(base if _is_classmethod(base, name) else cls, name), kind_of(base, name)
-    result = results.get(kind.result, lambda given: given)
+    result = results.get(kind.result, _as_it_is)
 
     @functools.wraps(theirs)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse(cls, name, kind, (*args, *kwargs.values()))
-        if kind.waits:
-            return result(run_on_host(theirs, self, args, kwargs))
-        return result(theirs(self, *args, **kwargs))
+        given = run_on_host(theirs, self, args, kwargs) if kind.waits else theirs(self, *args, **kwargs)
+        return result(given, f"{name} of {self.__dict__.get('_name', 'unnamed')}")
 
     @functools.wraps(getattr(theirs, "__func__", theirs))
     def of_class(cls: type, *args: Any, **kwargs: Any) -> Any:
         _refuse(cls, name, kind, (*args, *kwargs.values()))
-        return result(theirs(*args, **kwargs))
+        return result(theirs(*args, **kwargs), name)
 
     return classmethod(of_class) if _is_classmethod(base, name) else method
+
+
+def _as_it_is(given: Any, called: str) -> Any:
+    return given
 
 
 def _refuse(cls: type, name: str, kind: Kind, given: tuple[Any, ...]) -> None:
@@ -147,11 +150,11 @@ def _host_only(cls: type, name: str) -> str:
     return f"{name} works on the host and cannot take a traced value; inside jit {instead}"
 
 
-def inherit(cls: type, base: type, results: dict[str, Callable[[Any], Any]]) -> None:
+def inherit(cls: type, base: type, results: dict[str, Callable[[Any, str], Any]]) -> None:
     """Make a wrapper type's methods mpi4py's: guard those that it inherits, let its own take host buffers.
 
     Args:
-      results: for each Kind.result, what gives a communicator the wrapper type.
+      results: for each Kind.result, what gives a communicator the wrapper type, and a name for messages.
     """
     for name in (name for name in dir(base) if name[0] != "_" and callable(getattr(base, name))):
         ours, theirs, kind = getattr(cls, name), getattr(base, name), kind_of(base, name)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from mpi4py import MPI
 
-from jaxcomm._primitives import _compat, dtypes, eager, statuses
+from jaxcomm._native import bridge
+from jaxcomm._primitives import _compat, eager, statuses
 from jaxcomm.arguments import operand
 from jaxcomm.request import Request
 from jaxcomm.token import flush
@@ -26,6 +27,17 @@ def _is_template(buf: Any) -> bool:
 class Message(MPI.Message):
     """A message found outside jit: mpi4py's own, whose Recv and Irecv take a template for a JAX array too."""
 
+    _comm: Any
+    _found: statuses.ReceivedStatus
+
+    @classmethod
+    def of(cls, comm: Any, found: MPI.Message, status: MPI.Status) -> Message:
+        """Make one of what a probe of mpi4py's has found on a communicator of ours."""
+        message = cls(found)
+        message._comm = comm
+        message._found = statuses.ReceivedStatus(status.source, status.tag, status.Get_count(MPI.BYTE))
+        return message
+
     def Recv(self, buf: Any, status: MPI.Status | None = None, *, return_status: bool = False) -> Any:
         """Receive into a buffer, as mpi4py; or return the message like a template: an array or a ShapeDtypeStruct.
 
@@ -35,13 +47,7 @@ class Message(MPI.Message):
         self._check_there("Message.Recv")
         if not _is_template(buf):
             return super().Recv(buf, status)
-        template, into, back = _memory(buf, "Message.Recv: buf")
-        known = MPI.Status() if status is None else status
-        super().Recv(into, known)
-        if not return_status:
-            return back()
-        envelope = [known.source, known.tag, known.Get_count(MPI.BYTE) // into.itemsize]
-        return back(), statuses.received(jnp.array(envelope, jnp.int32), template)
+        return self._taken("Message.Recv").Recv(buf, status, return_status=return_status)
 
     def Irecv(self, buf: Any) -> Any:
         """As Recv. Returns a request; for a template the message, which is there already, is received at once."""
@@ -54,14 +60,15 @@ class Message(MPI.Message):
         if self == MPI.MESSAGE_NULL:
             raise eager.exception(MPI.ERR_REQUEST, f"{where}: the message was received before")
 
-
-def _memory(buf: Any, where: str) -> tuple[Any, Any, Any]:
-    """The template as an array, a NumPy copy of it as mpi4py takes it, and what gives the JAX array made of that."""
-    if isinstance(buf, _compat.Tracer):
-        raise TypeError(f"{where}: the message was found outside jit and cannot be received inside; probe inside too")
-    template = operand(buf, where, template=True)
-    array = dtypes.exported(np.array(eager.to_wire(eager.host_array(template)), order="C"))
-    return template, array, lambda: dtypes.imported(array, eager.canonical(template))
+    def _taken(self, where: str) -> TracedMessage:
+        """The same as the native layer knows them; this object has none then, as after a receive of mpi4py's."""
+        if _compat.tracing():
+            raise TypeError(
+                f"{where}: the message was found outside jit and cannot be received inside; probe inside too"
+            )
+        number = bridge.add_message(MPI._handleof(self) & (2**64 - 1))
+        ctypes.memmove(MPI._addressof(self), MPI._addressof(MPI.MESSAGE_NULL), MPI._sizeof(MPI.Message))
+        return TracedMessage(self._comm, number, self._found)
 
 
 @jax.tree_util.register_pytree_node_class

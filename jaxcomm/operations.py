@@ -25,6 +25,7 @@ from jaxcomm._primitives.reductions import Mean
 from jaxcomm._primitives.table import TABLE
 from jaxcomm._primitives.trees import bind as bind_tree
 from jaxcomm.arguments import (
+    Divided,
     alike,
     averaged,
     operand,
@@ -102,7 +103,9 @@ def operation(name: str) -> Callable[[F], F]:
         def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
             if trees.among(args, kwargs) and not folds.among(args, kwargs):
                 return self._on_tree(plan, args, kwargs)
-            return self._run(plan(self, *args, **kwargs))
+            planned = plan(self, *args, **kwargs)
+            self._agree([planned])
+            return self._run(planned)
 
         # The shortcuts see a call first: what they know are never calls on host buffers.
         made: Any = eager.with_shortcuts(drop_in(documented(name)(method)))
@@ -119,6 +122,24 @@ def _has_no_data(planned: Planned) -> bool:
 def _bare(planned: Planned) -> Planned:
     """The call that returns the result alone."""
     return planned._replace(token=None, return_status=False)
+
+
+def _said(plans: Sequence[Planned | folds.Fold], tree: Any) -> str:
+    """What ranks are to agree on beyond what checks.hpp compares, in words: a function as op, MEAN, the structure of a tree,
+    the parts of a reduction. Empty where there is no more."""
+    first = plans[0]
+    if isinstance(first, folds.Fold):
+        return first.says
+    row, mean, parts = TABLE[first.name], isinstance(first.finish, Divided), first.name == "reduce_scatter"
+    if not row.source.startswith("MPI 4.1, 6.") or not (mean or parts or tree is not None):
+        return ""
+    equal = parts or ({row.lead_in, row.lead_out} <= {None, "size"} and row.name != "scatter")
+    leaves = [plan.operands[0] for plan in plans if isinstance(plan, Planned)]
+    of = [f"{eager.canonical(x).name}{list(x.shape) if equal else ''}" for x in leaves]
+    what = of[0] if tree is None else folds.tree_text(jax.tree_util.tree_unflatten(tree, of))
+    facts = {"root": first.params.get("root"), "recvcounts": first.params.get("counts") if parts else None}
+    more = [f", {name} {value}" for name, value in facts.items() if value is not None]
+    return f"{first.where} of {what}{', op MEAN' if mean else ''}{''.join(more)}"
 
 
 def _parts(name: str, operands: Sequence[Any]) -> list[tuple[str, Sequence[Any]]]:
@@ -150,6 +171,11 @@ class Operations:
         return_status = params.pop("return_status", False)
         return Planned(name, operands, params, token, otherwise, where or name.capitalize(), return_status, finish)
 
+    def _agree(self, plans: Sequence[Planned | folds.Fold], tree: Any = None) -> None:
+        """In checking mode, compare with other ranks what the native layer will not see of a call."""
+        if bridge.checking() and plans and (text := _said(plans, tree)):
+            self._call("agree", says=lowering.number_of(text))
+
     def _run(self, planned: Planned | folds.Fold) -> Any:
         """Run or stage a call. Returns what the method returns: the result, with a token if one was given."""
         if isinstance(planned, folds.Fold):
@@ -168,9 +194,11 @@ class Operations:
     def _on_tree(self, plan: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call() -> Any:
             more = {name: kwargs[name] for name in ("token", "return_status") if name in kwargs}
-            return self._run_tree(*trees.planned(plan, self, args, kwargs), **more)
+            plans, tree = trees.planned(plan, self, args, kwargs)
+            self._agree(plans, tree)
+            return self._run_tree(plans, tree, **more)
 
-        kind = trees.key_of(plan, self, args, kwargs)
+        kind = None if bridge.checking() else trees.key_of(plan, self, args, kwargs)
         if kind is None:
             return call()
         self._check_alive()
@@ -542,8 +570,9 @@ class Operations:
     def _matched_on_host(self, probe: Any, source: Any, tag: Any, status: Any) -> Message | None:
         self._check_alive()
         flush()
-        found = probe(self, source, tag, status)
-        return None if found is None else Message(found)
+        known = MPI.Status() if status is None else status
+        found = probe(self, source, tag, known)
+        return None if found is None else Message.of(self, found, known)
 
     def _probe(
         self, where: str, source: Any, tag: Any, status: Any, waits: bool, matched: bool = False

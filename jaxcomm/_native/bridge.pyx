@@ -68,6 +68,10 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         cbool failed, waits
         Facts facts
 
+    cdef cppclass Messages:
+        int64_t add(uint64_t)
+    Messages messages
+
     cdef cppclass Recorder:
         void keep_all(cbool)
         vector[Record] take_all()
@@ -250,6 +254,11 @@ def introduce(int64_t index, int64_t identity, list in_world):
     """Say by which number all its ranks know a communicator, and what ranks these are in the world: for notes.hpp."""
     communicators.at(index).in_world = in_world
     communicators.at(index).identity = identity
+
+
+def add_message(uint64_t handle):
+    """Take over a message that mpi4py's matched probe has found, and return the number by which a receive knows it."""
+    return messages.add(handle)
 
 
 def mix(int64_t index):

@@ -99,7 +99,7 @@ inline bool from_anyone(const Attributes& at) {
 
 // What the ranks must agree on in a collective.
 struct Significance {
-  bool collective = false, data = false, count = false, values = false, parts = false;
+  bool collective = false, data = false, count = false, values = false, parts = false, edges = false;
 };
 
 inline constexpr std::int32_t kNoMessage = -2;  // that of a matched probe which found none
@@ -383,7 +383,8 @@ class Call {
     into[1] = flag != 0 ? status_field(constants.status_tag_at) : static_cast<std::int32_t>(at_.recvtag);
     into[2] = static_cast<std::int32_t>(bytes);
     into[3] = flag;
-    into[4] = flag != 0 && at_.matched != 0 ? static_cast<std::int32_t>(messages.add(message)) : kNoMessage;
+    into[4] =
+        flag != 0 && at_.matched != 0 ? static_cast<std::int32_t>(messages.add(handle_bits(message))) : kNoMessage;
     return code;
   }
 
@@ -444,7 +445,7 @@ class Call {
 
   // Checking mode: throws on every rank if the ranks are not about to do the same. checks.hpp
   void check_agreement(const Significance& what);
-  void check_parts();
+  void check_parts(bool edges);
   void check_operation();
   int tell_later();
   bool told();
@@ -680,7 +681,7 @@ Facts Call<H>::facts() const {
   if (at_.has_dest) facts.dest = at_.dest, facts.sendtag = at_.sendtag;
   if (at_.has_source) facts.source = at_.source, facts.recvtag = at_.recvtag;
   facts.apart = at_.fold != 0 ? 2 : at_.shadow != 0 ? 1 : 0;
-  facts.site = at_.site, facts.unlinked = at_.unlinked != 0;
+  facts.site = at_.site, facts.says = at_.says, facts.unlinked = at_.unlinked != 0;
   return facts;
 }
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <string>
@@ -25,14 +27,14 @@ constexpr Significance significance(std::string_view name) {
                                         "reduce_scatter"};
   constexpr std::string_view ragged[] = {"gatherv", "scatterv", "allgatherv", "alltoallv"};
   constexpr std::string_view of_neighbors[] = {"neighbor_allgatherv", "neighbor_alltoallv"};
-  if (name == "barrier" || name.substr(0, 5) == "fold_") return {true, false, false};
+  if (name == "barrier" || name == "agree") return {true, false, false};
   if (name == "replicated_cotangent") return {true, true, true, true};
   for (const std::string_view each : alike)
     if (name == each) return {true, true, true};
   for (const std::string_view each : ragged)
     if (name == each) return {true, true, false, false, true};
   for (const std::string_view each : of_neighbors)
-    if (name == each) return {true, true};
+    if (name == each) return {true, true, false, false, true, true};
   return {};
 }
 
@@ -58,14 +60,31 @@ std::int64_t hashed_numbers(const Buffer& buffer, Count numbers) {
   }
   return static_cast<std::int64_t>(hash);
 }
+inline constexpr int kFloat32 = 11, kFloat64 = 12, kComplex64 = 15, kComplex128 = 18;
 inline std::int64_t hashed_values(const Buffer& buffer) {
-  constexpr int kFloat32 = 11, kFloat64 = 12, kComplex64 = 15, kComplex128 = 18;
   if (buffer.code == kFloat32) return hashed_numbers<float>(buffer, buffer.elements);
   if (buffer.code == kComplex64) return hashed_numbers<float>(buffer, 2 * buffer.elements);
   if (buffer.code == kFloat64) return hashed_numbers<double>(buffer, buffer.elements);
   if (buffer.code == kComplex128) return hashed_numbers<double>(buffer, 2 * buffer.elements);
   const auto bytes = static_cast<std::size_t>(buffer.elements * bytes_of(buffer.code));
   return hashed({static_cast<const char*>(buffer.data), bytes});
+}
+
+// How large it is, in words: ranks that compute alike, but in another order, differ in the last digits.
+template <class T>
+std::string size_of_numbers(const Buffer& buffer, Count numbers) {
+  double sum = 0;
+  for (Count i = 0; i < numbers; ++i) sum += std::abs(static_cast<double>(static_cast<const T*>(buffer.data)[i]));
+  char text[64];
+  std::snprintf(text, sizeof text, ", sum of magnitudes %.17g", sum);
+  return text;
+}
+inline std::string size_of_values(const Buffer& buffer) {
+  if (buffer.code == kFloat32) return size_of_numbers<float>(buffer, buffer.elements);
+  if (buffer.code == kComplex64) return size_of_numbers<float>(buffer, 2 * buffer.elements);
+  if (buffer.code == kFloat64) return size_of_numbers<double>(buffer, buffer.elements);
+  if (buffer.code == kComplex128) return size_of_numbers<double>(buffer, 2 * buffer.elements);
+  return "";
 }
 
 // What a rank is about to do, in numbers. One that it does not know agrees with any.
@@ -126,6 +145,20 @@ inline std::string disagreement(const Communicator& comm, const std::string& dif
   return message;
 }
 
+// What may lead to it, and what to do.
+inline std::string advice(const std::string& differs) {
+  if (differs == kFields[0])
+    return "\nEvery rank must make the same calls, in the same order. Look for a branch or a loop that depends on the "
+           "rank "
+           "or on its data, and for an exception that some ranks have caught.";
+  std::string text = "\nThese must be the same on every rank.";
+  if (differs.find(kFields[2]) != std::string::npos)
+    text += " For different numbers of elements there are Gatherv, Scatterv, Allgatherv and Alltoallv.";
+  if (differs.find(kFields[5]) != std::string::npos)
+    text += " The order is that of reproducible=True, or of a scan's derivative.";
+  return text;
+}
+
 inline constexpr const char* kUnharmed = "\nNobody has communicated, and the communicator can be used on.";
 
 inline std::string unlinked(const Communicator& comm) {
@@ -161,11 +194,15 @@ void compare(const Communicator& comm, const Fingerprint& mine, std::string text
     tell(&comm.unlinked_after, after.data(), 1, kInt64);
     message += missing_link(exchanged(unlinked(comm), known.all.size(), tell), after);
   }
-  if (differs == kFields[kValue])
+  if (differs != kFields[kValue])
+    message += advice(differs);
+  else
     message +=
         "\nOn rank " + known.others(kValue) +
         " it is not what it is on rank 0. The result of Allreduce(..., replicated=True) is one value that all ranks "
-        "share: use it in the same way on all ranks, or leave replicated out, and cotangents are added up.";
+        "share: use it in the same way on all ranks, or leave replicated out, and cotangents are added up. Where only "
+        "the last digits differ, ranks compute alike in other ways: under jit here and not there, or on other "
+        "processors.";
   throw Failure(message + kUnharmed);
 }
 
@@ -192,50 +229,81 @@ std::array<std::int64_t, kFacts> Call<H>::fingerprint(const Significance& what) 
   const std::string_view name(frame_.operation);
   const bool scatters = name == "scatter" || name == "iscatter";
   const Buffer& data = scatters && has_result() ? frame_.results[0] : payload();
-  return {hashed(frame_.operation),
-          what.data ? data.code : 0,
-          what.count ? data.elements : 0,
-          at_.has_op ? hashed(reductions.at(at_.op).name) : 0,
-          at_.has_root ? at_.root : -1,
-          2 * at_.reverse + at_.ordered,
+  return {hashed(frame_.operation) + at_.says,  what.data ? data.code : 0,
+          what.count ? data.elements : 0,       at_.has_op ? hashed(reductions.at(at_.op).name) : 0,
+          at_.has_root ? at_.root : -1,         2 * at_.reverse + at_.ordered,
           what.values ? hashed_values(data) : 0};
 }
 
 template <class H>
 void Call<H>::check_agreement(const Significance& what) {
   if (!what.collective || comm_.two_groups || comm_.size < 2) return;
-  compare(comm_, fingerprint(what), describe(), teller());
-  if (what.parts) check_parts();
+  compare(comm_, fingerprint(what), describe() + (what.values ? size_of_values(payload()) : ""), teller());
+  if (what.parts) check_parts(what.edges);
   ++comm_.agreed;
 }
 
-// Throws on every rank if one is about to send another more or less than that expects.
+// Throws on every rank if one is about to send another (over an edge of the topology) what that does not expect.
 template <class H>
-void Call<H>::check_parts() {
+void Call<H>::check_parts(bool edges) {
   const std::string_view name(frame_.operation);
-  const Parts& to = name == "scatterv"     ? in_if_root()
-                    : name == "gatherv"    ? in_to_root()
-                    : name == "allgatherv" ? in_to_all()
-                                           : in_parts();
-  const Parts& from = name == "scatterv" ? out_from_root() : name == "gatherv" ? out_if_root() : out_parts();
-  std::vector<Count> comes(from.counts.values.size());
+  const Parts& to = name == "scatterv"              ? in_if_root()
+                    : name == "gatherv"             ? in_to_root()
+                    : name == "allgatherv"          ? in_to_all()
+                    : name == "neighbor_allgatherv" ? all_to_edges()
+                    : edges                         ? to_edges()
+                                                    : in_parts();
+  const Parts& from = name == "scatterv"  ? out_from_root()
+                      : name == "gatherv" ? out_if_root()
+                      : edges             ? from_edges()
+                                          : out_parts();
+  // Of each part two numbers: how many elements, and what they are if they travel as bytes.
+  const auto described = [](const Parts& parts, const List& kinds, const std::vector<int>* numbers) {
+    std::vector<Count> all;
+    for (std::size_t i = 0; i < parts.counts.values.size(); ++i) {
+      const std::size_t kind = numbers != nullptr ? static_cast<std::size_t>((*numbers)[i]) : i;
+      all.push_back(parts.counts.values[i]);
+      all.push_back(kind < kinds.size ? kinds.data[kind] : 0);
+    }
+    return all;
+  };
+  const auto pairs = [](const Parts& parts) {
+    Parts two;
+    for (std::size_t i = 0; i < parts.counts.values.size(); ++i)
+      two.counts.values.push_back(2), two.displs.values.push_back(static_cast<Count>(2 * i));
+    return two;
+  };
+  const std::vector<Count> mine = described(to, at_.sendkinds, edges ? &out_edges() : nullptr),
+                           expected = described(from, at_.recvkinds, edges ? &in_edges() : nullptr);
+  std::vector<Count> comes(expected.size());
   const H type = handle_as<H>(datatype_of(kInt64)->handle);
-  if (mpi.Alltoall(to.counts.values.data(), Elements{1}, type, comes.data(), Elements{1}, type,
-                   handle_as<H>(of_checks())) != 0)
-    throw Failure("checking mode: the ranks could not tell each other how much they send");
+  const Parts there = pairs(to), here = pairs(from);
+  const int code =
+      edges ? mpi.Neighbor_alltoallv(mine.data(), there.counts, there.displs, type, comes.data(), here.counts,
+                                     here.displs, type, graph())
+            : mpi.Alltoall(mine.data(), Elements{2}, type, comes.data(), Elements{2}, type, handle_as<H>(of_checks()));
+  if (code != 0) throw Failure("checking mode: the ranks could not tell each other how much they send");
   std::string wrong;
-  for (std::size_t rank = 0; rank < comes.size(); ++rank)
-    if (comes[rank] != from.counts.values[rank])
-      wrong += (wrong.empty() ? ": rank " : "; rank ") + std::to_string(rank) + " sends it " +
-               std::to_string(comes[rank] / datatype().per_element) + " elements where it expects " +
-               std::to_string(from.counts.values[rank] / datatype().per_element);
+  for (std::size_t i = 0; i < comes.size(); i += 2) {
+    const Datatype *has = datatype_of(static_cast<int>(comes[i + 1])),
+                   *wants = datatype_of(static_cast<int>(expected[i + 1]));
+    const bool other = comes[i + 1] != 0 && expected[i + 1] != 0 && comes[i + 1] != expected[i + 1];
+    if (comes[i] == expected[i] && !other) continue;
+    wrong += (wrong.empty() ? ": " : "; ") + std::string(edges ? "its neighbor " : "rank ") +
+             std::to_string(edges ? in_edges()[i / 2] : static_cast<int>(i / 2)) + " sends it ";
+    if (other && has != nullptr && wants != nullptr)
+      wrong += has->name + " where it expects " + wants->name;
+    else
+      wrong += std::to_string(comes[i] / datatype().per_element) + " elements where it expects " +
+               std::to_string(expected[i] / datatype().per_element);
+  }
   const std::int64_t is_wrong = !wrong.empty();
-  std::vector<std::int64_t> anything_wrong(comes.size());
+  std::vector<std::int64_t> anything_wrong(static_cast<std::size_t>(comm_.size));
   const auto tell = teller();
   tell(&is_wrong, anything_wrong.data(), 1, kInt64);
-  if (std::count(anything_wrong.begin(), anything_wrong.end(), 0) == static_cast<std::int64_t>(comes.size())) return;
-  const std::vector<std::string> texts = exchanged(describe() + wrong, comes.size(), tell);
-  throw Failure(disagreement(comm_, "the counts of what they send each other", texts) + kUnharmed);
+  if (std::count(anything_wrong.begin(), anything_wrong.end(), 0) == comm_.size) return;
+  const std::vector<std::string> texts = exchanged(describe() + wrong, anything_wrong.size(), tell);
+  throw Failure(disagreement(comm_, "what they send each other", texts) + kUnharmed);
 }
 
 // Of a nonblocking collective, what ranks are about to do is on its way together with it, and is compared when somebody

@@ -113,8 +113,11 @@ class Sites {
 // Messages that a matched probe has found, until they are received: MPI 4.1, 3.8.2.
 class Messages {
  public:
-  template <class H>
-  std::int64_t add(H handle);
+  std::int64_t add(std::uint64_t handle) {
+    const std::lock_guard lock(mutex_);
+    found_[next_] = handle;
+    return next_++;
+  }
   template <class H>
   H take(std::int64_t number);
   std::int64_t size() {
@@ -162,13 +165,6 @@ std::uint64_t handle_bits(H handle) {
     return reinterpret_cast<std::uint64_t>(handle);
   else
     return static_cast<std::uint64_t>(static_cast<std::int64_t>(handle));
-}
-
-template <class H>
-std::int64_t Messages::add(H handle) {
-  const std::lock_guard lock(mutex_);
-  found_[next_] = handle_bits(handle);
-  return next_++;
 }
 
 template <class H>

@@ -19,7 +19,7 @@ namespace jaxcomm {
 struct Facts {
   const char* operation = "";
   std::int64_t comm = 0, elements = 0, op = -1, root = kUnknown, dest = kUnknown, sendtag = 0, source = kUnknown,
-               recvtag = 0, site = 0;
+               recvtag = 0, site = 0, says = 0;
   std::int64_t apart = 0;  // on which duplicate: 0 the communicator itself, 1 that for derivatives, 2 that for folds
   int code = 0;            // XLA_FFI_DataType; 0 where there is no payload
   bool unlinked = false;
@@ -35,8 +35,9 @@ inline std::string rank_text(std::int64_t rank) {
 // "recv on WORLD, rank 1 of 3, 8 x float32 (32 bytes), from rank 0 tag 7, at ring.py:12 (step)"
 inline std::string describe(const Facts& facts) {
   const Communicator& comm = communicators.at(facts.comm);
-  std::string text = std::string(facts.operation) + " on " + comm.name + ", rank " + std::to_string(comm.rank) +
-                     " of " + std::to_string(comm.size);
+  const std::string said = sites.at(facts.says);
+  std::string text = (said.empty() ? std::string(facts.operation) : said) + " on " + comm.name + ", rank " +
+                     std::to_string(comm.rank) + " of " + std::to_string(comm.size);
   if (const Datatype* type = datatype_of(facts.code); facts.code != 0 && type != nullptr)
     text += ", " + std::to_string(facts.elements) + " x " + type->name + " (" +
             std::to_string(facts.elements * type->bytes) + " bytes)";

@@ -40,8 +40,9 @@ def backwards(params: Params) -> Params:
 
 
 def exchanged(params: Params) -> Params:
-    """As many rows to each rank as came from it, and the other way round."""
-    return params | {"sendcounts": params["recvcounts"], "recvcounts": params["sendcounts"]}
+    """As many rows to each rank as came from it, and the other way round. Bytes have no derivative, and so no kinds."""
+    rest = {name: value for name, value in params.items() if name not in ("sendkinds", "recvkinds")}
+    return rest | {"sendcounts": params["recvcounts"], "recvcounts": params["sendcounts"]}
 
 
 def along_edges(params: Params) -> Params:

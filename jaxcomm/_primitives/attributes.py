@@ -31,6 +31,7 @@ ABSENT = {
     "keep": 0,
     "waits": 0,
     "matched": 0,
+    "says": 0,
     "site": 0,
 }
 """What the native layer takes an attribute to be that is not there. The others it names in messages if they are there."""

@@ -28,9 +28,7 @@ __all__ = [
     "check",
     "code",
     "concatenate",
-    "exported",
     "from_wire",
-    "imported",
     "in_mpi",
     "is_key",
     "is_nothing",
@@ -206,18 +204,6 @@ def concatenate(arrays: Sequence[Any], axis: int = 0) -> Any:
 def in_mpi(dtype: Any) -> bool:
     """Whether MPI has a datatype of a dtype, or of what it travels as, in which its numbers are these numbers."""
     return kind(dtype) in "biuc" if dtype.itemsize <= 2 else kind(dtype) != ""
-
-
-def exported(x: np.ndarray) -> np.ndarray:
-    """What mpi4py takes for an array that travels: memory of a dtype that MPI has."""
-    return x if in_mpi(x.dtype) else x.view(f"u{x.itemsize}")
-
-
-def imported(x: np.ndarray, dtype: Any) -> jax.Array:
-    """The array that mpi4py has received memory for."""
-    words = wire(_compat.ShapedArray((), dtype)).dtype
-    x = jnp.array(x.view(words))
-    return from_wire(x, dtype)  # type: ignore[no-any-return]
 
 
 def reduced_as(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -172,10 +172,17 @@ def _array(piece: Any, aval: Any, wire: Any) -> Any:
     return dtypes.from_wire(piece.view(wire.dtype).reshape(wire.shape), aval.dtype)
 
 
+def _kind(x: Any) -> int:
+    """XLA's element type of what travels as bytes."""
+    return dtypes.code(dtypes.wire(_compat.ShapedArray(tuple(x.shape), x.dtype)).dtype)
+
+
 def _counts(row: Op, avals: Sequence[Any], like: Sequence[Any], reverse: bool) -> Params:
     counts: Params = {
         "sendcounts": tuple(map(dtypes.wire_bytes, avals)),
         "recvcounts": tuple(map(dtypes.wire_bytes, like)),
+        "sendkinds": tuple(map(_kind, avals)),
+        "recvkinds": tuple(map(_kind, like)),
     }
     return counts | ({"reverse": reverse} if "reverse" in dict(TABLE[str(row.native)].params) else {})
 

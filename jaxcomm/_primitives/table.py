@@ -22,6 +22,8 @@ _ORDERED = ("ordered", False)
 # Rows for each rank; () on a rank that need not know them.
 _COUNTS = ("counts", ())
 _EDGES = (("sendcounts", ()), ("recvcounts", ()), ("reverse", False))
+# What the parts are, where they travel as bytes: for checking mode.
+_KINDS = (("sendkinds", ()), ("recvkinds", ()))
 _ALL_BACK = Adjoint(
     "neighbor_alltoallv",
     to.along_edges,
@@ -156,23 +158,20 @@ _ROWS = (
     Op(
         "alltoallv",
         "MPI 4.1, 6.8",
-        params=(("sendcounts", ()), ("recvcounts", ())),
+        params=(("sendcounts", ()), ("recvcounts", ()), *_KINDS),
         lead_in="sendcounts",
         lead_out="recvcounts",
         adjoint=Adjoint("alltoallv", to.exchanged, "Alltoallv of the cotangents with the counts exchanged"),
     ),
-    # What begins a reduction by messages (folds.py) in checking mode, where ranks compare whether all begin the same.
-    *(
-        Op(
-            f"fold_{name}",
-            "MPI 4.1, 6.9",
-            params=(_ROOT,) if name == "reduce" else (),
-            operands=0,
-            sends=nobody,
-            returns=nobody,
-            blocking_only=True,
-        )
-        for name in ("reduce", "allreduce", "scan", "exscan", "reduce_scatter_block", "reduce_scatter")
+    # In checking mode, before what the native layer cannot tell from something else: ranks compare what they say of it.
+    Op(
+        "agree",
+        "MPI 4.1, 6.9",
+        params=(("says", 0),),
+        operands=0,
+        sends=nobody,
+        returns=nobody,
+        blocking_only=True,
     ),
     Op(
         "reduce",
@@ -276,7 +275,7 @@ _ROWS = (
     Op(
         "neighbor_alltoallv",
         "MPI 4.1, 8.6.2",
-        params=_EDGES,
+        params=(*_EDGES, *_KINDS),
         lead_in="sendcounts",
         lead_out="recvcounts",
         adjoint=Adjoint(

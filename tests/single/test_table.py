@@ -54,6 +54,9 @@ VALUES |= {
     "counts": (3, 0, 2),
     "sendcounts": (2, 1, 0),
     "recvcounts": (0, 4, 1),
+    "sendkinds": (108, 109, 110),
+    "recvkinds": (111, 112, 113),
+    "says": 114,
 }
 
 rows = pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
@@ -190,7 +193,8 @@ SHAPES = {
     "scan": ((ALONE, ALONE),) * 2,
     "exscan": ((ALONE, None), (ALONE, ALONE)),
     "barrier": ((None, None),) * 2,
-} | {name: ((None, None),) * 2 for name in TABLE if name.startswith("fold_")}
+    "agree": ((None, None),) * 2,
+}
 
 
 def test_shapes_are_stated_for_every_row():

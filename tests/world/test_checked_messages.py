@@ -189,6 +189,17 @@ def test_trees_batches_and_derivatives():
         np.testing.assert_allclose(g, 3 * np.arange(3.0) ** 2)
 
 
+def test_messages_that_were_matched_on_the_host():
+    for more, says in (
+        (0, "a message of 3 x int64 was received with a template of 3 x float64"),
+        (1, "has room for 2 x"),
+    ):
+        WORLD.Bsend(jnp.arange(3) * (1.0 if more else 1), RIGHT, 8)
+        with pytest.raises(Exception, match=says) as raised:
+            WORLD.Mprobe(LEFT, 8).Recv(jnp.zeros(3 - more))
+        assert re.search(r"  send on .*, at .*test_checked_messages.py:\d+ \(test_messages_that", str(raised.value))
+
+
 def test_communicators_of_some_ranks():
     with JaxComm(WORLD.Split(RANK % 2, -RANK)) as part:
         part.Bsend(jnp.arange(3), (part.rank + 1) % part.size)

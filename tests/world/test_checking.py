@@ -15,7 +15,7 @@ ODD = RANK == SIZE - 1
 X = jnp.arange(4.0)
 RING = WORLD.Create_cart([SIZE], periods=[True])
 several_ranks = pytest.mark.skipif(SIZE < 2, reason="one rank does not disagree")
-COUNTS = "the counts of what they send each other"
+PARTS = "what they send each other"
 ALL = [4] * SIZE
 FEWER = [2 if ODD and rank == 0 else 4 for rank in range(SIZE)]
 OWN_FEWER = [2 if ODD and rank == RANK else 4 for rank in range(SIZE)]
@@ -29,13 +29,13 @@ MISMATCHES = {
     "parts": ("count", lambda x: WORLD.Scatter(jnp.zeros((SIZE, 2)), jnp.zeros(3 if ODD else 2))),
     "order": ("the order", lambda x: WORLD.Allreduce(x, reproducible=ODD)),
     "ragged": ("dtype", lambda x: WORLD.Gatherv(x.astype(int) if ODD else x, counts=[4] * SIZE)),
-    "counts of Gatherv": (COUNTS, lambda x: WORLD.Gatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
+    "counts of Gatherv": (PARTS, lambda x: WORLD.Gatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
     "counts of Scatterv": (
-        COUNTS,
+        PARTS,
         lambda x: WORLD.Scatterv(jnp.zeros(sum(FEWER)), x, counts=FEWER if ODD else None, root=SIZE - 1),
     ),
-    "counts of Allgatherv": (COUNTS, lambda x: WORLD.Allgatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
-    "counts of Alltoallv": (COUNTS, lambda x: WORLD.Alltoallv(jnp.zeros(sum(FEWER)), sendcounts=FEWER, recvcounts=ALL)),
+    "counts of Allgatherv": (PARTS, lambda x: WORLD.Allgatherv(x[:2] if ODD else x, counts=OWN_FEWER)),
+    "counts of Alltoallv": (PARTS, lambda x: WORLD.Alltoallv(jnp.zeros(sum(FEWER)), sendcounts=FEWER, recvcounts=ALL)),
     "barrier": ("the operation", lambda x: WORLD.Barrier() if ODD else WORLD.Bcast(x)),
     "neighbours": ("dtype", lambda x: RING.Neighbor_allgather(x.astype(int) if ODD else x)),
     "functions": (
@@ -43,7 +43,24 @@ MISMATCHES = {
         lambda x: WORLD.Scan(x, jnp.logaddexp) if ODD else WORLD.Allreduce(x, jnp.logaddexp),
     ),
     "function or op": ("the operation", lambda x: WORLD.Allreduce(x, op=jnp.add if ODD else MPI.SUM)),
-    "root of a function": ("root", lambda x: WORLD.Reduce((x, RANK), op=MPI.MAXLOC, root=int(ODD))),
+    "root of a function": ("the operation", lambda x: WORLD.Reduce((x, RANK), op=MPI.MAXLOC, root=int(ODD))),
+    "other functions": ("the operation", lambda x: WORLD.Exscan(x, op=jnp.add if ODD else jnp.multiply, identity=0)),
+    "lengths for a function": ("the operation", lambda x: WORLD.Allreduce(x[:3] if ODD else x, op=jnp.add)),
+    "MINLOC": ("the operation", lambda x: WORLD.Allreduce((x, RANK), op=MPI.MINLOC if ODD else MPI.MAXLOC)),
+    "MEAN": ("the operation", lambda x: WORLD.Allreduce(x, op=jaxcomm.MEAN if ODD else MPI.SUM)),
+    "parts of a reduction": (
+        "the operation",
+        lambda x: WORLD.Reduce_scatter(jnp.ones(4 * SIZE), recvcounts=[4] * SIZE if ODD else [5, *[4] * (SIZE - 2), 3]),
+    ),
+    "trees": ("the operation", lambda x: WORLD.Bcast({"a": x, "b" if ODD else "c": x[:2]})["a"]),
+    "leaves": ("the operation", lambda x: WORLD.Allreduce([x[:2], x] if ODD else [x, x[:2]])),
+    "dtypes of parts": (PARTS, lambda x: WORLD.Alltoallw([x.astype(int) if ODD else x] * SIZE, [x] * SIZE)),
+    "counts of neighbours": (PARTS, lambda x: RING.Neighbor_allgather(x[:3] if ODD else x)),
+    "parts of neighbours": (
+        PARTS,
+        lambda x: RING.Neighbor_alltoallv(x, sendcounts=[1, 3] if ODD else [2, 2], recvcounts=[2, 2]),
+    ),
+    "dtypes of neighbours": (PARTS, lambda x: RING.Neighbor_alltoallw([x, x.astype(int) if ODD else x], [x, x])),
     "of neighbours": ("the operation", lambda x: RING.Neighbor_allgather(x) if ODD else RING.Neighbor_alltoall(x[:2])),
 }
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from jaxcomm._native import bridge
 from jaxcomm.checks import introduce
-from jaxcomm.host import inherit
+from jaxcomm.host import forget, inherit
 from jaxcomm.intercomm import Between
 from jaxcomm.neighbors import Neighbors
 from jaxcomm.operations import Operations
@@ -153,29 +153,34 @@ class _Communicator:
         self.Free()
 
     def Free(self) -> None:
-        """Free the communicator, on all its ranks; pending operations are finished first.
+        """Free the communicator, on all its ranks; what was called before is finished first.
 
-        Compiled functions that refer to it raise an error from then on. Calling it twice does nothing.
+        Requests may be waited for later. Compiled functions that refer to it raise an error from then on. Calling it twice
+        does nothing.
         """
-        if self != MPI.COMM_NULL:
-            self._retire()
+        if self != MPI.COMM_NULL and self._retire():
             super().Free()  # type: ignore[misc]
 
     def Disconnect(self) -> None:
-        """Wait for all communication on the communicator and free it, on all its ranks. As Free otherwise."""
+        """Wait for what was called on the communicator and free it, on all its ranks. As Free otherwise."""
         self._check_alive()
-        self._retire()
-        super().Disconnect()  # type: ignore[misc]
+        if self._retire():
+            super().Disconnect()  # type: ignore[misc]
 
-    def _retire(self) -> None:
+    def _retire(self) -> bool:
+        """End what is ours. Returns whether MPI's communicator may be freed; if not, this object has none any more."""
         slot = self.slot
         flush()
-        bridge.free_communicator(slot)
+        if not bridge.free_communicator(slot):
+            # Open MPI crashes if a communicator is freed before its requests are complete: this one stays.
+            forget(self)
+            return False
         shadow = self.__dict__.pop("_shadow")
         if shadow is not None:
             shadow.Free()
         if (graphs := self.__dict__.pop("_graphs", None)) is not None:
             graphs.free()
+        return True
 
     def free(self) -> None:
         """As Free."""

@@ -5,6 +5,7 @@ Where they give communicators, those get the wrapper type. Traced values they re
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import inspect
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from mpi4py import MPI
 from jaxcomm._primitives import _compat
 from jaxcomm.buffers import buffers_of, drop_in, run_on_host
 
-__all__ = ["ENDS", "KINDS", "Kind", "inherit", "kind_of"]
+__all__ = ["ENDS", "KINDS", "Kind", "forget", "inherit", "kind_of"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,12 @@ def kind_of(base: type, name: str) -> Kind:
             return kind
     has_buffers = name[0].isupper() and not _is_classmethod(base, name) and buffers_of(getattr(base, name))
     return BUFFERS if has_buffers else LOCAL
+
+
+def forget(x: Any) -> None:
+    """Let an object of mpi4py's have no handle, which belongs to somebody else or has to stay."""
+    null: Any = MPI.MESSAGE_NULL if isinstance(x, MPI.Message) else MPI.COMM_NULL
+    ctypes.memmove(MPI._addressof(x), MPI._addressof(null), MPI._sizeof(type(null)))
 
 
 def _is_classmethod(base: type, name: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from mpi4py import MPI
 from jaxcomm._native import bridge
 from jaxcomm._primitives import _compat, eager, statuses
 from jaxcomm.arguments import operand
+from jaxcomm.host import forget
 from jaxcomm.request import Request
 from jaxcomm.token import flush
 
@@ -67,7 +67,7 @@ class Message(MPI.Message):
                 f"{where}: the message was found outside jit and cannot be received inside; probe inside too"
             )
         number = bridge.add_message(MPI._handleof(self) & (2**64 - 1))
-        ctypes.memmove(MPI._addressof(self), MPI._addressof(MPI.MESSAGE_NULL), MPI._sizeof(MPI.Message))
+        forget(self)
         return TracedMessage(self._comm, number, self._found)
 
 

@@ -195,8 +195,7 @@ class Request:
 
     def Get_status(self, status: MPI.Status | None = None) -> Any:
         """Return whether the operation is complete; it stays to be waited for."""
-        if status is not None:
-            raise TypeError("Get_status: status is filled by Wait; here it must be None")
+        _no_status("Get_status", status)
         return _host(jnp.all(_told([self], waits=False, need=len(self._parts), most=len(self._parts)) > 0), bool)
 
     @classmethod
@@ -303,11 +302,13 @@ class Request:
     @classmethod
     def Get_status_all(cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None) -> Any:
         """Return whether all are complete."""
+        _no_status("Get_status_all", statuses)
         return _host(jnp.all(_told(requests, waits=False, need=len(requests), most=len(requests)) > 0), bool)
 
     @classmethod
     def Get_status_any(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> Any:
         """Return (the index of one that is complete or MPI.UNDEFINED, whether there is one or all were before)."""
+        _no_status("Get_status_any", status)
         told = _told(requests, waits=False, need=1, most=1)
         index = jnp.where(jnp.any(told == 1), jnp.argmax(told == 1), MPI.UNDEFINED)
         return _host(index, int), _host(jnp.any(told == 1) | jnp.all(told > 1), bool)
@@ -315,6 +316,7 @@ class Request:
     @classmethod
     def Get_status_some(cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None) -> Any:
         """Return the indices of those that are complete; inside jit a mask."""
+        _no_status("Get_status_some", statuses)
         told = _told(requests, waits=False, need=1, most=len(requests))
         if isinstance(told, _compat.Tracer):
             return told == 1
@@ -407,6 +409,11 @@ def _told(requests: Sequence[Any], waits: bool, need: int, most: int) -> Any:
     return told if isinstance(told, _compat.Tracer) else np.asarray(told)
 
 
+def _no_status(where: str, status: Any) -> None:
+    if status is not None:
+        raise TypeError(f"{where}: a status is filled by Wait, Test and their like; here it must be None")
+
+
 def _where(told: Any, result: Any) -> Any:
     """The leaves of a result, or zeros."""
     return jax.tree_util.tree_map(
@@ -437,15 +444,24 @@ class Prequest(Request):
     def __init__(self, begin: Callable[..., Request]):
         super().__init__(())
         self._begin = begin
-        self._active = False
+        self._active = self._freed = False
 
     def Start(self, *operands: Any) -> None:
         """Start the operation, with the operand that it was made with or another in its place."""
+        if self._freed:
+            raise RuntimeError("Start: the request was freed (Free); make a new one")
         if self._active:
             raise RuntimeError("Start: the request is active; wait for it first")
         current = self._begin(*operands)
         self._like(current)
         self._active = True
+
+    def Free(self) -> None:
+        """Start no more; an operation that is under way ends by itself."""
+        super().Free()
+        self._freed = True
+
+    free = Free
 
     @classmethod
     def Startall(cls, requests: list[Any]) -> None:

@@ -139,7 +139,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     int64_t add_own_reduction_ "jaxcomm::add_own_reduction"(string, string) except +
     void check_operation_ "jaxcomm::check_operation"(int64_t, string, int64_t) except +
     void carry_notes_ "jaxcomm::carry_notes"(uint64_t) except +
-    void free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
+    cbool free_communicator_ "jaxcomm::free_communicator"(int64_t) except +
     enum class Then(int):
         kWait
         kRaise
@@ -233,8 +233,11 @@ def add_communicator(uint64_t handle, uint64_t shadow, int rank, int size, int p
 
 
 def free_communicator(int64_t index):
-    """Mark the slot: every later call on it fails, and no other communicator takes it."""
-    free_communicator_(index)
+    """Mark the slot: what starts on it later fails, and no other communicator takes it.
+
+    Returns: whether MPI may free it. Else it has requests under way, for which it must stay.
+    """
+    return free_communicator_(index)
 
 
 def set_graphs(int64_t index, uint64_t graph, uint64_t reversed_graph, list in_edges, list out_edges):

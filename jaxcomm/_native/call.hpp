@@ -125,9 +125,11 @@ class Call {
   void check_alive() const {
     if (comm_.freed)
       throw Failure("the communicator " + comm_.name +
-                    " was freed (Free or the end of a with block) and can carry no more messages; wait for requests "
-                    "before, or make a new one and trace the function again with it");
+                    " was freed (Free, Disconnect or the end of a with block) and can carry no more messages; make a "
+                    "new one and trace the "
+                    "function again with it");
   }
+  bool is_on(std::int64_t comm) const { return at_.comm == comm; }
   void check_order(std::int64_t number = std::numeric_limits<std::int64_t>::max()) const;
   // Whether the derivative of another message could be taken for that of this one.
   bool alike(const Attributes& other) const {

@@ -267,21 +267,23 @@ void Call<H>::check_parts(bool edges) {
     }
     return all;
   };
-  const auto pairs = [](const Parts& parts) {
-    Parts two;
-    for (std::size_t i = 0; i < parts.counts.values.size(); ++i)
-      two.counts.values.push_back(2), two.displs.values.push_back(static_cast<Count>(2 * i));
-    return two;
-  };
   const std::vector<Count> mine = described(to, at_.sendkinds, edges ? &out_edges() : nullptr),
                            expected = described(from, at_.recvkinds, edges ? &in_edges() : nullptr);
   std::vector<Count> comes(expected.size());
   const H type = handle_as<H>(datatype_of(kInt64)->handle);
-  const Parts there = pairs(to), here = pairs(from);
-  const int code =
-      edges ? mpi.Neighbor_alltoallv(mine.data(), there.counts, there.displs, type, comes.data(), here.counts,
-                                     here.displs, type, graph())
-            : mpi.Alltoall(mine.data(), Elements{2}, type, comes.data(), Elements{2}, type, handle_as<H>(of_checks()));
+  int code = 0;
+  if (edges) {
+    const auto pairs = [&](std::size_t numbers) {
+      TypedParts<H, Count> typed;
+      for (std::size_t i = 0; i < numbers; i += 2) typed.add(types_, 2, static_cast<Count>(i), type, sizeof(Count));
+      return typed;
+    };
+    const auto there = pairs(mine.size()), here = pairs(comes.size());
+    code = mpi.Neighbor_alltoallw(mine.data(), data(there.counts), data(there.places), data(there.types), comes.data(),
+                                  data(here.counts), data(here.places), data(here.types), graph());
+  } else {
+    code = mpi.Alltoall(mine.data(), Elements{2}, type, comes.data(), Elements{2}, type, handle_as<H>(of_checks()));
+  }
   if (code != 0) throw Failure("checking mode: the ranks could not tell each other how much they send");
   std::string wrong;
   for (std::size_t i = 0; i < comes.size(); i += 2) {

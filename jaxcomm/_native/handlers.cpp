@@ -113,6 +113,12 @@ inline constexpr bool is_start = false;
 template <class Op>
 inline constexpr bool is_start<Op, std::void_t<decltype(&Op::template begin<int>)>> = true;
 
+// What requests end by: also on a communicator that was freed meanwhile.
+template <class Op>
+inline constexpr bool ends_requests =
+    std::is_same_v<Op, wait_op> || std::is_same_v<Op, wait_recv_op> || std::is_same_v<Op, choose_op> ||
+    std::is_same_v<Op, cancel_op> || std::is_same_v<Op, release_op>;
+
 using Clock = std::chrono::steady_clock;
 
 // One write a line, so that the lines of several ranks do not run into each other.
@@ -169,7 +175,7 @@ template <class Op, class H>
 Outcome run_call(Call<H>& call) {
   call.record();
   return recorded(call, attempt(call, [&call] {
-                    call.check_alive();
+                    if constexpr (!ends_requests<Op>) call.check_alive();
                     if constexpr (!is_start<Op>) call.check_order();
                     const std::string what = debug ? call.describe() : "";
                     if (debug) log(what, "begins", -1);
@@ -329,7 +335,7 @@ template <class Op, class H>
 Outcome run_patiently(XLA_FFI_CallFrame& xla, const Frame& frame, Call<H>& call) {
   call.record();
   const Outcome started = attempt(call, [&call] {
-    call.check_alive();
+    if constexpr (!ends_requests<Op>) call.check_alive();
     call.check_order();
     return Steps<Op>::template start<H>(call);
   });
@@ -520,10 +526,12 @@ void set_raised(std::int64_t index, const std::string& what) {
   reduction.raised = what;
 }
 
-void free_communicator(std::int64_t index) {
+bool free_communicator(std::int64_t index) {
   Communicator& communicator = communicators.at(index);
   communicator.freed = true;
+  if (handles_are_pointers ? requests<void*>().any_on(index) : requests<int>().any_on(index)) return false;
   handles_are_pointers ? free_made<void*>(communicator) : free_made<int>(communicator);
+  return true;
 }
 
 namespace {

@@ -62,7 +62,8 @@ Outcome run_tree_operation(int operation, Tree& tree);
 std::int64_t add_own_reduction(const std::string& name, const std::string& dtype);
 // Makes the call fail that a user's operation is called by.
 void set_raised(std::int64_t index, const std::string& what);
-void free_communicator(std::int64_t index);
+// Returns whether it has no request under way: else it and its duplicates must stay until these have ended.
+bool free_communicator(std::int64_t index);
 // Checking mode: as before a collective, for a method of mpi4py's own. Failure: the ranks differ.
 void check_operation(std::int64_t comm, const std::string& operation, std::int64_t site);
 // Notes on messages travel on this communicator from now on: a duplicate of the world.

@@ -24,8 +24,9 @@
 
 namespace jaxcomm {
 
-// No request at all: what the derivative of one is that did not move. And one that is not to be looked at.
-inline constexpr std::int64_t kNoRequest = 0, kNothing = -1;
+// No request at all: what the derivative of one is that did not move. One that is not to be looked at. And what stands
+// for several, under vmap.
+inline constexpr std::int64_t kNoRequest = 0, kNothing = -1, kSeveral = -2;
 
 struct Freed {
   void operator()(void* memory) const { std::free(memory); }
@@ -102,7 +103,8 @@ class Requests {
     if (found == nullptr)
       throw Failure(
           "the request was waited for before, by Wait, Waitall, Waitany or Waitsome; it is complete, and its result is "
-          "what that call returned");
+          "what that call returned. (Under vmap both branches of a cond run whose predicate has the batch: wait for a "
+          "request outside of it)");
     keep ? tell(number, *found) : forget(number);
     return found;
   }
@@ -141,6 +143,14 @@ class Requests {
             "). Their derivatives could not be told apart: wait for "
             "them in the order in which they were started, or give them different tags");
       }
+  }
+  // Whether there is one on a communicator.
+  bool any_on(std::int64_t comm) {
+    const std::lock_guard lock(mutex_);
+    released_.remove_if([](const Shared& other) { return other->ended(); });
+    const auto on_it = [comm](const Shared& each) { return !each->told && each->call.is_on(comm); };
+    return std::any_of(released_.begin(), released_.end(), on_it) ||
+           std::any_of(pending_.begin(), pending_.end(), [&](const auto& entry) { return on_it(entry.second); });
   }
   // Those that nobody has waited for yet, or that MPI is still at work on.
   std::int64_t size() {
@@ -198,7 +208,8 @@ inline void write_number(std::int64_t number, const Buffer& into) {
 inline std::int64_t read_number(const Buffer& from, Count index = 0) {
   if (from.elements < 2 * index + 2) return kNoRequest;  // a batch without elements
   const auto* parts = static_cast<const float*>(from.data) + 2 * index;
-  return parts[0] < 0 ? kNothing : static_cast<std::int64_t>(parts[0]) + (static_cast<std::int64_t>(parts[1]) << 24);
+  return parts[0] < 0 ? static_cast<std::int64_t>(parts[0])
+                      : static_cast<std::int64_t>(parts[0]) + (static_cast<std::int64_t>(parts[1]) << 24);
 }
 
 template <class H>
@@ -344,6 +355,12 @@ void Call<H>::check_order(std::int64_t number) const {
 template <class H>
 int Call<H>::resume(int operand) {
   const std::int64_t number = read_number(frame_.operands[operand]);
+  if (number == kSeveral)
+    throw Failure(
+        "under vmap a request is for the whole batch, and here its elements have different ones: a cond or a "
+        "while_loop "
+        "has chosen among requests by a predicate that differs within the batch. Start and wait within the branch, or "
+        "let the predicate be the same for the batch");
   if (number <= kNoRequest) return 0;
   if (const auto found = requests<H>().find(number)) found->call.check_order(number);
   pending_ = requests<H>().take(number, at_.keep != 0);
@@ -354,7 +371,9 @@ int Call<H>::resume(int operand) {
 template <class H>
 int Call<H>::resume_or_receive(int operand) {
   const std::int64_t number = read_number(frame_.operands[operand]);
-  return number == kNoRequest ? receive() : resume(operand);
+  if (number != kNoRequest) return resume(operand);
+  check_alive();
+  return receive();
 }
 
 template <class H>
@@ -397,9 +416,9 @@ template <class H>
 int Call<H>::collect_message(int code) {
   if (code != 0) return code;
   if (pending_ == nullptr) return started() > 0 ? envelope(0, 0) : nothing_arrived(0);
-  if (pending_->call.started() == 0 || (pending_->cancelled && pending_->call.was_cancelled()))
-    return nothing_arrived(0);
+  if (pending_->call.started() == 0) return nothing_arrived(0);
   std::memcpy(status()->bytes, pending_->call.status()->bytes, constants.status_bytes);
+  if (pending_->cancelled && was_cancelled()) return nothing_arrived(0);
   Count came = 0;
   code = mpi.Get_elements_x(status(), type(), &came);
   if (code != 0) return code;

@@ -200,7 +200,7 @@ def reduction_tangent(row: Op, comm: Any, full: Params, x: Any, dx: Any, dlinks:
     collect = reductions.COLLECT[row.name]
     collector = TABLE[collect.row]
     known = collect.params(comm, full)
-    given = {name: known[name] for name, _ in collector.params}
+    given = {name: known.get(name, default) for name, default in collector.params}
     all_x, *_ = bind(collector, comm, [x], **given)
     all_dx, *_ = bind(collector, comm, [_compat.instantiate_zeros(dx)], [*dlinks, link(all_x)], **given)
     if not row.returns(comm, full):

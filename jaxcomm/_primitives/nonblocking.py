@@ -35,10 +35,24 @@ from jaxcomm._primitives.op import BUFFERED, TRACEABLE, TRACED, Op, Params, ever
 from jaxcomm._primitives.table import TABLE
 from jaxcomm.token import COMPANION, EFFECT, join, link, link_cotangents, own_array
 
-__all__ = ["CHOOSE", "FLIGHT", "NOTHING", "choose", "end", "extras", "refuse_chosen", "start", "startable", "wait"]
+__all__ = [
+    "CHOOSE",
+    "FLIGHT",
+    "NOTHING",
+    "choose",
+    "common",
+    "end",
+    "extras",
+    "refuse_chosen",
+    "start",
+    "startable",
+    "wait",
+]
 
 FLIGHT = _compat.ShapedArray((2,), np.dtype(np.float32))
 NOTHING = np.array([-1, 0], np.float32)
+SEVERAL = np.array([-2, 0], np.float32)
+"""In the place of a request, under vmap: requests that differ within the batch, which there is no waiting for."""
 """The flight of no request at all: to wait for it gives the template, or zeros."""
 
 
@@ -145,6 +159,8 @@ def _batch_start(
     arrays, scalars, links = make.split(row.operands, args, params)
     arrays, size, more = make.batched_operands(row, comm, args, dims, params)
     flight = start(row, comm, arrays, links, **params | scalars | more)
+    if size == 0:  # nobody will have it
+        end("release", comm, flight)
     return [jnp.broadcast_to(flight, (size, *flight.shape))], [0]
 
 
@@ -242,10 +258,18 @@ def _batch_wait(
         like = ((*like[0][:lead], size, *like[0][lead:]), like[1])
     more = {"batch": params["batch"] * size} if row.envelope else {}
     # One operation was started for the batch, so where ranks and tags came out of vmap with one, they are all the same.
-    one = _first(flight, axis) if size else NOTHING
+    one = common(flight, axis) if size else NOTHING
     scalars = {name: _first(x, scalar_dims[name]) for name, x in scalars.items()}
     y, *envelope = wait(row, comm, one, extra, like, links, **params | scalars | more)
     return make.batched_results(row, comm, params, [y, *envelope], size)
+
+
+def common(flights: Any, axis: int) -> Any:
+    """The flight of all elements of a batch; where these have different ones, SEVERAL."""
+    first = _first(flights, axis)
+    if flights.shape[axis] < 2:
+        return first
+    return jnp.where(jnp.all(flights == jnp.expand_dims(first, axis)), first, SEVERAL)
 
 
 def _first(x: Any, axis: int | None) -> Any:
@@ -383,7 +407,7 @@ def _plain(op: Op) -> Any:
         return [nobody, *link_cotangents(links, nobody)]
 
     def batch(args: Sequence[Any], dims: Sequence[Any], *, comm: Any, **params: Any) -> tuple[Any, Any]:
-        outs = primitive.bind(args[0] if dims[0] is None else _first(args[0], dims[0]), comm=comm, **params)
+        outs = primitive.bind(args[0] if dims[0] is None else common(args[0], dims[0]), comm=comm, **params)
         return outs, [None] * len(outs)
 
     primitive = _compat.Primitive(f"mpi_{op.name}")

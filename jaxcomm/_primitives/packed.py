@@ -241,6 +241,8 @@ def _batch_start(
 ) -> tuple[Any, Any]:
     arrays, size = _batched(args, dims, sent)
     flight = start(row, comm, arrays, _with_batch(like, size), args[sent:], reverse)
+    if size == 0:
+        nonblocking.end("release", comm, flight)
     return [jnp.broadcast_to(flight, (size, *flight.shape))], [0]
 
 
@@ -284,7 +286,7 @@ def _batch_wait(
         outs = wait(row, comm, flight, sent, like, links, reverse, chosen)
         return outs, [None] * len(outs)
     size = flight.shape[axis]
-    one = jnp.moveaxis(flight, axis, 0)[0]
+    one = nonblocking.common(flight, axis) if size else nonblocking.NOTHING
     *ys, end = wait(row, comm, one, _with_batch(sent, size), _with_batch(like, size), links, reverse, chosen)
     return [*ys, make.moved(end, None, 0, size)], [0] * (len(ys) + 1)
 

@@ -128,7 +128,7 @@ def operations(f: Callable[..., Any], *args: Any) -> Counter[str]:
 def _count(jaxpr: Any, times: int, found: Counter[str]) -> None:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name.startswith("mpi_") and name not in ("mpi_join", "mpi_rest", "mpi_pvary"):
+        if name.startswith("mpi_") and name not in ("mpi_join", "mpi_rest", "mpi_pvary", "mpi_agree"):
             found[name.removeprefix("mpi_")] += times
         inner = times * eqn.params["length"] if name == "scan" else times
         for value in eqn.params.values():

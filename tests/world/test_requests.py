@@ -13,7 +13,9 @@ from cases import CASES, left, right
 from jax import lax
 from mpi4py import MPI
 
-from jaxcomm import Prequest, Request, create_token
+import jaxcomm
+from jaxcomm import JaxComm, Prequest, Request, create_token
+from jaxcomm._native import bridge
 from jaxcomm._primitives import dtypes
 
 WORLD = harness.communicator("world")
@@ -909,3 +911,81 @@ def test_other_work_is_done_while_a_request_waits():
     if RANK == 0:
         time.sleep(0.05)
     assert finish(request) is None
+
+
+@two_ranks
+@both
+@pytest.mark.parametrize("differentiate", [lambda f: f, jax.grad], ids=["value", "grad"])
+def test_requests_that_differ_within_a_batch(jit, differentiate):
+    """A select chooses among requests, of which each is for the whole batch."""
+    comm = JaxComm(WORLD)
+
+    def f(x):
+        request = lax.cond(x[0] > 0, lambda x: comm.Iallreduce(2 * x), lambda x: comm.Iallreduce(3 * x), x)
+        return jnp.sum(request.Wait())
+
+    x = jnp.array([[1.0, 2.0], [-2.0, -3.0]])
+    run = differentiate(lambda x: jnp.sum(jax.vmap(f)(x)))
+    with pytest.raises(Exception, match="its elements have different ones: a cond or a while_loop"):
+        jax.block_until_ready(jit(run)(x))
+    jaxcomm.flush()
+    WORLD.Barrier()
+
+
+@two_ranks
+@both
+@pytest.mark.parametrize("end", [JaxComm.Free, JaxComm.Disconnect])
+def test_requests_outlive_their_communicator(end, jit):
+    comm, x = JaxComm(WORLD), jnp.arange(3.0)
+    start = jit(lambda x: (comm.Iallreduce(x), comm.Irecv(x, LEFT, 1), comm.Isend(x + RANK, RIGHT, 1)))
+    requests = start(x)
+    end(comm)
+    assert comm == MPI.COMM_NULL
+    total, came, _ = Request.Waitall(list(requests))
+    np.testing.assert_array_equal(total, SIZE * x)
+    np.testing.assert_array_equal(came, x + LEFT)
+    with pytest.raises(Exception, match="was freed"):
+        jax.block_until_ready(start(x))
+    jaxcomm.flush()
+
+
+def test_who_is_cancelled_says_so():
+    status = MPI.Status()
+    receiving = WORLD.Irecv(jnp.ones(3), LEFT, 77)
+    receiving.Cancel()
+    np.testing.assert_array_equal(receiving.Wait(status), 1)
+    assert status.Is_cancelled()
+
+
+def test_get_status_fills_no_status():
+    request, status = WORLD.Ibarrier(token=create_token())[0], MPI.Status()
+    for ask in (
+        lambda: request.Get_status(status),
+        lambda: Request.Get_status_all([request], [status]),
+        lambda: Request.Get_status_any([request], status),
+        lambda: Request.Get_status_some([request], [status]),
+    ):
+        with pytest.raises(TypeError, match="a status is filled by Wait"):
+            ask()
+    request.Wait()
+
+
+def test_a_persistent_request_that_was_freed():
+    for name in ("Free", "free"):
+        request = WORLD.Allreduce_init(jnp.ones(3))
+        request.Start()
+        getattr(request, name)()
+        with pytest.raises(RuntimeError, match="Start: the request was "):
+            request.Start()
+    WORLD.Barrier()
+
+
+@both
+def test_a_batch_without_elements_leaves_nothing(jit):
+    before = len(bridge.open_requests())
+    f = lambda x: WORLD.Iallreduce(x).Wait() + WORLD.Ialltoallw([x] * SIZE, [x] * SIZE).Wait()[0]  # noqa: E731
+    x = jnp.zeros((0, 3))
+    assert jit(jax.vmap(f))(x).shape == (0, 3)
+    assert jit(jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))))(x).shape == (0, 3)
+    WORLD.Barrier()
+    assert len(bridge.open_requests()) == before

@@ -2,7 +2,8 @@
 
 A host buffer is a NumPy array, or what else mpi4py takes memory from: bytes, a memoryview, array.array, MPI.buffer, and
 the specifications that begin with one, such as [x, count, datatype]. Beside one, MPI.IN_PLACE and None say what they say
-in mpi4py. Which of a method's parameters are buffers, its signature tells, in which mpi4py calls them buf, sendbuf, recvbuf.
+in mpi4py, and so does None where the peer is MPI.PROC_NULL. Which of a method's parameters are buffers, its signature
+tells, in which mpi4py calls them buf, sendbuf, recvbuf.
 
 A barrier has no buffers; Ibarrier and Barrier_init are mpi4py's own outside a trace, for the sake of their request.
 
@@ -71,9 +72,22 @@ class Buffers:
             y = self._given(self.received, args, kwargs)
             if _is_template(y) and not self._sends_it_after_all(comm, y, args, kwargs):
                 return False
-            if not (_has_memory(y) or isinstance(y, _IN_PLACE) or (y is None and self.root and self.sent)):
+            of_root = y is None and self.root and self.sent
+            if not (
+                _has_memory(y) or isinstance(y, _IN_PLACE) or of_root or self._is_nothing(y, "source", args, kwargs)
+            ):
                 return False
-        return _has_memory(x) or _has_memory(y) or not (self.sent or self.received)
+        if _has_memory(x) or _has_memory(y):
+            return True
+        sends = self.sent and not self._is_nothing(x, "dest", args, kwargs)
+        return not sends and not (self.received and not self._is_nothing(y, "source", args, kwargs))
+
+    def _is_nothing(self, x: Any, peer: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether x is the None of a program for mpi4py in the place of a buffer that nobody sends or receives."""
+        if x is not None or peer not in self.names:
+            return False
+        rank = self._given(peer, args, kwargs)
+        return isinstance(rank, int) and rank == MPI.PROC_NULL
 
     def _given(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         at = self.names.index(name)

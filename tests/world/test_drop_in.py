@@ -610,3 +610,24 @@ def test_communicators_of_groups():
     comm.Free()
     group.Free()
     session.Finalize()
+
+
+def test_none_where_there_is_nobody():
+    """A ported program's shift that is not periodic: the ends send and receive nothing, all others float64."""
+    here, left, right = blank(*X.shape), RANK - 1, RANK + 1
+    null = MPI.PROC_NULL
+    to, from_ = (right if right < SIZE else null), (left if left >= 0 else null)
+    with jax.enable_x64(False):
+        for shift in (WORLD.Sendrecv, lambda *args: WORLD.Isendrecv(*args).Wait()):
+            here[:] = -7
+            shift(None if to == null else X, to, 0, None if from_ == null else here, from_, 0)
+            np.testing.assert_array_equal(
+                here, -7 if from_ == null else np.random.default_rng(left).normal(size=X.shape)
+            )
+    for name in ("Send", "Ssend", "Bsend", "Rsend", "Recv"):
+        assert getattr(WORLD, name)(None, null) is None
+    for name in ("Isend", "Issend", "Irecv"):
+        assert isinstance(getattr(WORLD, name)(None, null), MPI.Request)
+    assert WORLD.Sendrecv(None, null, 0, None, null) is None
+    with pytest.raises(TypeError, match="Recv: buf must be"):
+        WORLD.Recv(None, RANK)

@@ -211,7 +211,11 @@ def run_on_host(method: Callable[..., Any], comm: Any, args: tuple[Any, ...], kw
     flush()
     if bridge.checking():
         _check(method.__name__, comm)
-    result = method(comm, *args, **kwargs)
+    slot = comm.__dict__.get("_slot")
+    if slot is None:  # it is being registered, or is somebody else's, who has not used it here
+        result = method(comm, *args, **kwargs)
+    else:
+        result = bridge.on_host(method, comm, args, kwargs, slot, lowering.caller() if bridge.observed() else 0)
     if isinstance(result, MPI.Request):
         # mpi4py 4.1 does not keep the buffers of twelve methods (Iallreduce, Reduce_init ...) while MPI still uses them.
         # Requests take no attributes; a finalizer holds its arguments as long as the request is there.

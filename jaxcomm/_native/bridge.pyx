@@ -73,6 +73,8 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
     Messages messages
 
     cdef cppclass Recorder:
+        int64_t begin(const Facts&)
+        void end(int64_t, cbool)
         void keep_all(cbool)
         vector[Record] take_all()
     Recorder recorder
@@ -262,6 +264,30 @@ def introduce(int64_t index, int64_t identity, list in_world):
 def add_message(uint64_t handle):
     """Take over a message that mpi4py's matched probe has found, and return the number by which a receive knows it."""
     return messages.add(handle)
+
+
+cdef dict _host_names = {}  # what mpi4py's methods are called, as bytes that stay
+
+
+cdef int64_t _begin_on_host(str name, int64_t comm, int64_t site):
+    kept = _host_names.get(name)
+    if kept is None:
+        kept = _host_names[name] = f"mpi4py's {name}".encode()
+    cdef Facts facts
+    facts.operation, facts.comm, facts.site = <bytes>kept, comm, site
+    return recorder.begin(facts)
+
+
+cpdef on_host(method, comm, tuple args, dict kwargs, int64_t slot, int64_t site):
+    """Call a method of mpi4py's, on the record."""
+    cdef int64_t number = _begin_on_host(method.__name__, slot, site)
+    try:
+        result = method(comm, *args, **kwargs)
+    except BaseException:
+        recorder.end(number, True)
+        raise
+    recorder.end(number, False)
+    return result
 
 
 def mix(int64_t index):
@@ -772,7 +798,7 @@ cdef class Shortcuts:
         if type(known) is HostCall:
             if checking_.load():  # the long way tells other ranks
                 return MISSED
-            return (<HostCall>known).method(comm, *args, **kwargs)
+            return on_host((<HostCall>known).method, comm, args, kwargs, key[0], key[1])
         return _run_shortcut(known, arrays)
 
 

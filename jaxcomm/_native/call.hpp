@@ -678,6 +678,10 @@ Facts Call<H>::facts() const {
   const Buffer& data = payload();
   Facts facts;
   facts.operation = frame_.operation, facts.comm = at_.comm, facts.elements = data.elements, facts.code = data.code;
+  // What these give are no data of the user's.
+  const std::string_view name(frame_.operation);
+  if (name == "probe" || name == "choose") facts.code = 0, facts.elements = 0;
+  if (name == "choose") facts.operation = at_.waits != 0 ? "Waitany or Waitsome" : "Test";
   if (at_.has_op) facts.op = at_.op;
   if (at_.has_root) facts.root = at_.root;
   if (at_.has_dest) facts.dest = at_.dest, facts.sendtag = at_.sendtag;

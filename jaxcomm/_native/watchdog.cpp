@@ -25,7 +25,7 @@ namespace {
 constexpr double kBetweenLooks = 0.1, kForAnswers = 2, kOthersFirst = 1, kNoticeable = 0.2, kTurn = 0.25,
                  kLastTurn = 2;  // seconds
 constexpr std::size_t kMostLines = 64;
-constexpr int kAsk = 1, kAnswer = 2;  // tags
+constexpr int kAsk = 1, kAnswer = 2, kReported = 3;  // tags
 
 double seconds_since(std::int64_t time) { return static_cast<double>(now() - time) * 1e-9; }
 
@@ -131,10 +131,11 @@ std::string diagnosis(const std::vector<Account>& accounts) {
             "failed "
             "(JAXCOMM_ABORT_ON_EXCEPTION=1 ends the job then).\n";
   if (silent.empty() && idle.empty() && accounts.size() > 1)
-    text +=
-        "  All ranks wait for each other: compare their operations, peers, tags and communicators above. "
-        "JAXCOMM_CHECK=1 "
-        "names a collective that differs; under jax.grad an operation may lack a link (docs/differentiation.md).\n";
+    text += "  All ranks wait for each other: compare their operations, peers, tags and communicators above. " +
+            std::string(checking.load() ? "Checking mode does not see messages that nobody sends or receives, nor a "
+                                          "nonblocking collective that meets a blocking one"
+                                        : "JAXCOMM_CHECK=1 names a collective that differs") +
+            "; under jax.grad an operation may lack a link (docs/differentiation.md).\n";
   return text;
 }
 
@@ -150,14 +151,22 @@ class Ranks {
     int from = 0;
     while (receive(kAsk, from, question)) {
       send(from, kAnswer, account_of_this_rank(watch_).packed());
-      asked = true;
+      asked = unreported_ = true;
     }
+    while (receive(kReported, from, question)) unreported_ = false;
     sent_.remove_if([](const std::unique_ptr<Sent>& sent) {
       int done = 0;
       Status status;
       return loaded<H>.Test(&sent->request, &done, &status) != 0 || done != 0;
     });
     return asked;
+  }
+
+  // Whether somebody has asked, and not yet said that the report is made.
+  bool unreported() const { return unreported_; }
+  void say_reported() {
+    for (int rank = 0; rank < watch_.size; ++rank)
+      if (rank != watch_.rank) send(rank, kReported, "!");
   }
 
   std::vector<Account> ask() {
@@ -211,6 +220,7 @@ class Ranks {
   static constexpr int kByte = 6;  // XLA_FFI_DataType_U8
 
   Watch watch_;
+  bool unreported_ = false;
   std::list<std::unique_ptr<Sent>> sent_;
 };
 
@@ -300,11 +310,15 @@ class Watchdog {
                true);
     }
     if (waited < turn + kOthersFirst || watch_.then == Then::kWait) return;
+    // Whoever has asked may still wait for the answer of a rank that gives none. If it is gone itself, nobody reports.
+    if (ranks([](auto& each) { return each.unreported(); }) && seconds_since(last_asked_) < kForAnswers + kOthersFirst)
+      return;
     if (watch_.then == Then::kRaise) {
       given_up = oldest.number;
       return;
     }
-    say(prefix() + "ending the job (MPI_Abort), since JAXCOMM_TIMEOUT_ACTION is abort\n");
+    say(prefix() + account_of_this_rank(watch_).lines +
+        "; ending the job (MPI_Abort), since JAXCOMM_TIMEOUT_ACTION is abort\n");
     ranks([](auto& each) { return each.abort(1), false; });
     _exit(1);
   }
@@ -335,6 +349,7 @@ class Watchdog {
       text += "  " + written("{\"reason\": " + quoted(why) + ", \"by_rank\": " + std::to_string(watch_.rank) +
                              ", \"ranks\": [" + all + "\n]}\n");
     say(text);
+    if (watch_.exchanges) ranks([](auto& each) { return each.say_reported(), false; });
   }
   std::string written(const std::string& json) const {
     const std::string path = watch_.directory + "/jaxcomm-report-" + std::to_string(watch_.rank) + ".json";

@@ -187,6 +187,29 @@ def test_requests_under_way_are_told(tmp_path):
     assert re.search(r"it has started and not yet waited for 1 request, irecv on .* tag 7", done.stderr)
 
 
+def test_methods_of_mpi4pys_are_told(tmp_path):
+    """Whoever is in one does not compute; nor does a rank that has ended keep the others from a report."""
+    done = run(
+        """
+        if rank == 0:
+            comm.Recv(np.zeros(3), 1, 7)
+        elif rank == 1:
+            comm.recv(source=0)
+        """,
+        JAXCOMM_TIMEOUT="1",
+        JAXCOMM_TIMEOUT_ACTION="abort",
+        JAXCOMM_REPORT=str(tmp_path),
+    )
+    assert done.returncode != 0
+    for rank, method in enumerate(("Recv", "recv")):
+        says = (
+            rf"rank {rank} has waited \d\.\d s in mpi4py's {method} on MPI_COMM_WORLD, rank {rank} of 3, at <string>:"
+        )
+        assert re.search(says, done.stderr)
+    assert "rank 2 does not answer" in done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 @pytest.mark.parametrize("timeout", ["", "40"], ids=["alone", "with the others"])
 def test_a_signal_asks(timeout, tmp_path):
     done = run(

@@ -127,11 +127,18 @@ def report(folder: Path) -> bool:
     return True
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text}")
+    return seconds
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxcomm", description=__doc__)
     parser.add_argument("command", choices=["info", "selftest", "report"])
     parser.add_argument("directory", nargs="?", type=Path, help="of report: where the trace is")
-    parser.add_argument("--timeout", type=float, default=300, help="of selftest, in seconds (default: %(default)s)")
+    parser.add_argument("--timeout", type=_seconds, default=300, help="of selftest, in seconds (default: %(default)s)")
     options = parser.parse_args()
     if (options.command == "report") != (options.directory is not None):
         parser.error("report needs a directory, and the others take none")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import difflib
 import os
 import sys
 import traceback
@@ -60,6 +61,28 @@ def seconds(name: str) -> float:
     if not 0 <= number < float("inf"):
         raise ValueError(f"{name} must be a number of seconds, 0 for no limit, got {os.environ[name]!r}")
     return number
+
+
+SETTINGS = (
+    "JAXCOMM_ABORT_ON_EXCEPTION",
+    "JAXCOMM_BUCKET",
+    "JAXCOMM_CHECK",
+    "JAXCOMM_DEBUG",
+    "JAXCOMM_REPORT",
+    "JAXCOMM_TIMEOUT",
+    "JAXCOMM_TIMEOUT_ACTION",
+    "JAXCOMM_TRACE",
+)
+_OF_TESTS = ("JAXCOMM_BENCHMARK_", "JAXCOMM_SANITIZE", "JAXCOMM_TEST_")
+
+
+def _tell_unknown_settings() -> None:
+    """Warn, on one rank, of environment variables that look like ours and are none."""
+    for name in sorted(os.environ):
+        if name.startswith("JAXCOMM_") and not name.startswith(_OF_TESTS) and name not in SETTINGS:
+            close = difflib.get_close_matches(name, SETTINGS, 1, cutoff=0.85)
+            meant = f"did you mean {close[0]}?" if close else f"there are {', '.join(SETTINGS)}"
+            warnings.warn(f"{name} is no setting of jaxcomm's: {meant}", stacklevel=4)
 
 
 def _load() -> None:
@@ -176,6 +199,8 @@ def abort_on_exception() -> None:
 _check_thread_level()
 TAG_UB = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)  # what MPI 4.1, 3.2.3 guarantees
 _load()
+if MPI.COMM_WORLD.rank == 0:
+    _tell_unknown_settings()
 bridge.set_debug(setting("JAXCOMM_DEBUG"))
 bridge.set_checking(setting("JAXCOMM_CHECK"))
 if setting("JAXCOMM_ABORT_ON_EXCEPTION"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import tempfile
@@ -98,10 +99,13 @@ class Run:
     ended: int
     events: list[Event]
 
+    useless: dict[int, str]
+
     @property
-    def missing(self) -> list[int]:
-        """The ranks that left no file."""
-        return [rank for rank in range(self.size) if rank not in self.hosts]
+    def missing(self) -> dict[int, str]:
+        """The ranks that left no file of this trace, and what is known of why."""
+        unknown = "no file: it has not ended yet, or it was killed"
+        return {rank: self.useless.get(rank, unknown) for rank in range(self.size) if rank not in self.hosts}
 
 
 # Files
@@ -159,11 +163,20 @@ def read(folder: Path) -> Run:
 
     Raises: FileNotFoundError: there is nothing. ValueError: a file is not jaxcomm's, or of another version.
     """
-    found = [_load(path) for path in sorted(folder.glob("rank-*.json"))]
-    if not found:
+    paths = sorted(folder.glob("rank-*.json"))
+    if not paths:
         raise FileNotFoundError(f"there is no trace in {folder}: no file rank-<r>.json")
+    found, useless = [], {}
+    for path in paths:
+        try:
+            found.append(_load(path))
+        except json.JSONDecodeError:
+            useless[_rank_of(path)] = "its file is incomplete: it was ended while it wrote"
+    if not found:
+        raise ValueError(f"there is no trace in {folder}: all files rank-<r>.json are incomplete")
     newest = max(found, key=lambda content: content["started"])
     files = sorted((f for f in found if f["run"] == newest["run"]), key=lambda content: content["rank"])
+    useless |= {f["rank"]: "its file is of another trace" for f in found if f["run"] != newest["run"]}
     events = [event for content in files for event in _events(content)]
     _find_waits(events)
     return Run(
@@ -174,15 +187,21 @@ def read(folder: Path) -> Run:
         began=min(f["began"] + f["clock"]["offset"] for f in files),
         ended=max(f["ended"] + f["clock"]["offset"] for f in files),
         events=events,
+        useless=useless,
     )
 
 
+def _rank_of(path: Path) -> int:
+    number = path.stem.removeprefix("rank-")
+    return int(number) if number.isdigit() else -1
+
+
 def _load(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text())
     try:
-        content = json.loads(path.read_text())
         if tuple(content["columns"]) == Record._fields:
             return content  # type: ignore[no-any-return]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         pass
     raise ValueError(f"{path} was not written by this version of jaxcomm")
 
@@ -236,7 +255,7 @@ def _find_waits(events: Sequence[Event]) -> None:
 
 
 def _latest_arrivals(events: Sequence[Event]) -> dict[tuple[int, int], int]:
-    """For each collective (rank, number), when the last rank began it."""
+    """For each collective (rank, number) of which all ranks left a file, when the last one began it."""
     calls: defaultdict[Any, list[Event]] = defaultdict(list)
     counts: defaultdict[Any, int] = defaultdict(int)
     for event in events:
@@ -247,6 +266,7 @@ def _latest_arrivals(events: Sequence[Event]) -> dict[tuple[int, int], int]:
         (event.rank, event.record.number): max(each.began for each in same)
         for same in calls.values()
         if len({each.record.operation for each in same}) == 1
+        and {each.rank for each in same} >= set(itertools.chain(*same[0].group[:-1]))
         for event in same
     }
 
@@ -447,8 +467,9 @@ def _summary(run: Run) -> str:
     )
     if run.error:
         text += f"\nclocks of different hosts: right to {_seconds(run.error)} when the trace began"
-    if run.missing:
-        text += f"\nmissing: rank {', '.join(map(str, run.missing))} (no file: it has not ended yet, or it was killed)"
+    for why in sorted(set(run.missing.values())):
+        ranks = ", ".join(str(rank) for rank, reason in run.missing.items() if reason == why)
+        text += f"\nmissing: rank {ranks} ({why})"
     return text
 
 

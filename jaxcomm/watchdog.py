@@ -76,11 +76,11 @@ def _begin() -> None:
     if action not in ACTIONS:
         raise ValueError(f"JAXCOMM_TIMEOUT_ACTION must be one of {', '.join(ACTIONS)}, got {action!r}")
     directory = os.environ.get("JAXCOMM_REPORT", "").strip() or "."
+    if not os.path.isdir(directory):
+        raise ValueError(f"JAXCOMM_REPORT must be a directory that exists, got {directory!r}")
     if timeout == 0:
         _start(0, action, directory, None)
         return
-    if not os.path.isdir(directory):
-        raise ValueError(f"JAXCOMM_REPORT must be a directory that exists, got {directory!r}")
     watch(timeout, action, directory)
 
 

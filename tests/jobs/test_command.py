@@ -20,6 +20,22 @@ def command(*arguments, ranks, **env):
     return done
 
 
+def test_settings_that_are_none():
+    done = command("info", ranks=2, JAXCOMM_CHEK="1", JAXCOMM_SPEED="11", JAXCOMM_TEST_ANYTHING="1")
+    assert done.returncode == 0
+    assert "JAXCOMM_CHEK is no setting of jaxcomm's: did you mean JAXCOMM_CHECK?" in done.ranks[0].stderr
+    assert "JAXCOMM_SPEED is no setting of jaxcomm's: there are JAXCOMM_ABORT_ON_EXCEPTION, " in done.ranks[0].stderr
+    assert "JAXCOMM_TEST" not in done.stderr
+    assert "no setting" not in done.ranks[1].stderr
+
+
+@pytest.mark.parametrize("limit", ["-1", "0", "inf", "nan", "soon"])
+def test_a_limit_that_is_none(limit):
+    done = command("selftest", "--timeout", limit, ranks=1)
+    assert done.returncode == 2
+    assert "--timeout: " in done.stderr
+
+
 def test_info():
     done = command("info", ranks=2, JAXCOMM_BUCKET="1000")
     assert done.returncode == 0

@@ -278,14 +278,21 @@ def test_what_is_missing_is_told(folder):
     merged(folder)
     harness.CONTROL.Barrier()
     if RANK == 0:
-        report.file_of(folder, SIZE - 1).unlink()
+        last = report.file_of(folder, SIZE - 1)
+        whole = last.read_text()
         if SIZE > 1:
-            run = report.read(folder)
-            assert run.missing == [SIZE - 1]
-            assert f"missing: rank {SIZE - 1} " in report.table(run)
-        else:
-            with pytest.raises(FileNotFoundError, match="there is no trace in"):
-                report.read(folder)
+            assert all(event.wait is not None for event in report.read(folder).events)
+        for text, why in ((whole[: len(whole) // 2], "incomplete"), ("", "incomplete"), (None, "no file")):
+            last.unlink() if text is None else last.write_text(text)
+            if SIZE > 1:
+                run = report.read(folder)
+                assert list(run.missing) == [SIZE - 1]
+                assert f"missing: rank {SIZE - 1} (" in report.table(run)
+                assert why in run.missing[SIZE - 1]
+                assert all(event.wait is None for event in run.events)  # for whom, nobody knows
+            else:
+                with pytest.raises((FileNotFoundError, ValueError), match=r"there is no trace in .* (no|all) file"):
+                    report.read(folder)
 
 
 def test_the_table(folder):

@@ -19,7 +19,7 @@ from jaxcomm.token import flush
 __all__ = ["checking", "introduce"]
 
 _numbers = itertools.count(1)
-_carriers: list[MPI.Intracomm] = []
+_carriers: list[MPI.Comm] = []
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def introduce(slot: int, comm: Any) -> None:
         ranks = MPI.Group.Translate_ranks(group, None, world)
         # The whole world makes this one, so it can make another.
         if not _carriers and MPI.Group.Compare(group, world) in (MPI.IDENT, MPI.SIMILAR):
-            _carriers.append(MPI.Intracomm.Dup(MPI.COMM_WORLD))
+            _carriers.append(MPI.Comm.Split(MPI.COMM_WORLD, 0, world.Get_rank()))
             _carriers[0].Set_errhandler(MPI.ERRORS_RETURN)
             bridge.carry_notes(MPI._handleof(_carriers[0]) & (2**64 - 1))
     finally:

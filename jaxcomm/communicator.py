@@ -239,8 +239,8 @@ def _adopt(made: Any, called: str = "unnamed") -> Any:
         return made
     base, ours = next(kind for kind in _KINDS if isinstance(made, kind[0]))
     comm: Any = base.__new__(ours, made)  # type: ignore[type-var]
-    # A duplicate of the mpi4py object and not ours: Dup would come back here.
-    comm._register(base.Dup(made), called)
+    # Of the same ranks, by mpi4py's method: ours would come back here. Dup would call what copies the user's attributes.
+    comm._register(MPI.Comm.Split(made, 0, made.Get_rank()), called)
     if not isinstance(made, MPI.Intercomm):
         introduce(comm.slot, comm.__dict__["_shadow"])
     if isinstance(made, MPI.Topocomm):

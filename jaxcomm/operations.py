@@ -9,7 +9,8 @@ import functools
 import inspect
 import itertools
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -1035,9 +1036,23 @@ def _plan_later(
     return begin, like if structure is None else [*like, f"as {structure}"]
 
 
+@contextmanager
+def _called(name: str, blocking: str) -> Iterator[None]:
+    """Let what is raised about the arguments of a method name it, and not the blocking one that it is the form of."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        if type(error) not in (TypeError, ValueError) or not text.startswith(f"{blocking}: "):
+            raise
+        error.args = (name + text.removeprefix(blocking), *error.args[1:])
+        raise
+
+
 def _nonblocking(name: str, blocking: Any) -> Any:
     def method(self: Operations, *args: Any, **kwargs: Any) -> Any:
-        begin, _ = _plan_later(self, blocking.plan, args, kwargs)
+        with _called(_i_name(name), name):
+            begin, _ = _plan_later(self, blocking.plan, args, kwargs)
         return begin()
 
     says = f"Start {name} and return its Request."
@@ -1050,7 +1065,8 @@ def _persistent(name: str, blocking: Any) -> Any:
         given.arguments.pop("info", None)
         _, *operands = given.args
         keywords = given.kwargs
-        begin, like = _plan_later(self, blocking.plan, tuple(operands), keywords)
+        with _called(f"{name}_init", name):
+            begin, like = _plan_later(self, blocking.plan, tuple(operands), keywords)
 
         def restart(*other: Any) -> Request:
             if not other:

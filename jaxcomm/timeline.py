@@ -100,7 +100,7 @@ _running: list[_Trace] = []
 
 def _begin(folder: Path, what: str) -> _Trace:
     flush()
-    comm = MPI.COMM_WORLD.Dup()
+    comm = MPI.COMM_WORLD.Split(0, MPI.COMM_WORLD.rank)
     try:
         _agree(comm, what, _problem(folder))
         clock = clock_of(comm)
@@ -182,7 +182,7 @@ def _problem(folder: Path) -> str:
         return str(error)
 
 
-def _agree(comm: MPI.Intracomm, what: str, problem: str) -> None:
+def _agree(comm: MPI.Comm, what: str, problem: str) -> None:
     found = {text: rank for rank, text in reversed(list(enumerate(comm.allgather(problem)))) if text}
     if found:
         said = "; ".join(f"rank {rank}: {text}" for text, rank in found.items())
@@ -218,7 +218,7 @@ def _identity() -> str:
     return MPI.Get_processor_name()
 
 
-def clock_of(comm: MPI.Intracomm, identity: str | None = None, read: Callable[[], int] = time.monotonic_ns) -> Clock:
+def clock_of(comm: MPI.Comm, identity: str | None = None, read: Callable[[], int] = time.monotonic_ns) -> Clock:
     """Compare this rank's clock with that of rank 0. Collective.
 
     Of some messages there and back, the one that took least bounds the error: the clock of rank 0 was read between the

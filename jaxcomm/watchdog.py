@@ -55,7 +55,7 @@ def _meeting_place() -> int | None:
     """The handle of a duplicate of COMM_WORLD, if several threads may use MPI at once."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return None
-    duplicate = MPI.COMM_WORLD.Dup()
+    duplicate = MPI.COMM_WORLD.Split(0, MPI.COMM_WORLD.rank)
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)
     return MPI._handleof(duplicate) & (2**64 - 1)
 

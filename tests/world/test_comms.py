@@ -264,3 +264,20 @@ def test_the_package_exports_what_it_says():
     for name in jaxcomm.__all__:
         assert hasattr(jaxcomm, name)
     assert jaxcomm.__version__.count(".") == 2
+
+
+def test_attributes_are_copied_once():
+    """The communicators beside each of ours, which nobody sees, have none."""
+    calls = []
+    key = MPI.Comm.Create_keyval(
+        copy_fn=lambda comm, key, value: calls.append(f"copy {value}") or value + 1,
+        delete_fn=lambda comm, key, value: calls.append(f"delete {value}"),
+    )
+    with JaxComm(WORLD) as comm:
+        comm.Set_attr(key, 5)
+        again = comm.Dup()
+        assert again.Get_attr(key) == 6
+        again.Free()
+        comm.Delete_attr(key)
+    assert calls == ["copy 5", "delete 6", "delete 5"]
+    MPI.Comm.Free_keyval(key)

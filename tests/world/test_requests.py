@@ -989,3 +989,14 @@ def test_a_batch_without_elements_leaves_nothing(jit):
     assert jit(jax.vmap(jax.grad(lambda x: jnp.sum(f(x)))))(x).shape == (0, 3)
     WORLD.Barrier()
     assert len(bridge.open_requests()) == before
+
+
+def test_errors_name_the_form_that_was_called():
+    for call, name in (
+        (lambda: WORLD.Isend(jnp.ones(1), 0, -3), "Isend: tag"),
+        (lambda: WORLD.Irecv(None, 0), "Irecv: buf"),
+        (lambda: WORLD.Iallreduce(jnp.ones(1), jnp.ones(2)), "Iallreduce: "),
+        (lambda: WORLD.Send_init(jnp.ones(1), SIZE), "Send_init: dest"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{name}"):
+            call()

@@ -60,6 +60,7 @@ cdef extern from "native.hpp" namespace "jaxcomm" nogil:
         const char* operation
         int64_t comm, elements, op, root, dest, sendtag, source, recvtag, site, apart
         int code
+        cbool mpi4pys
     int64_t unknown "jaxcomm::Facts::kUnknown"
 
     cdef struct Record:
@@ -274,7 +275,7 @@ cdef int64_t _begin_on_host(str name, int64_t comm, int64_t site):
     if kept is None:
         kept = _host_names[name] = f"mpi4py's {name}".encode()
     cdef Facts facts
-    facts.operation, facts.comm, facts.site = <bytes>kept, comm, site
+    facts.operation, facts.comm, facts.site, facts.mpi4pys = <bytes>kept, comm, site, True
     return recorder.begin(facts)
 
 

@@ -23,6 +23,7 @@ struct Facts {
   std::int64_t apart = 0;  // on which duplicate: 0 the communicator itself, 1 that for derivatives, 2 that for folds
   int code = 0;            // XLA_FFI_DataType; 0 where there is no payload
   bool unlinked = false;
+  bool mpi4pys = false;  // a method of mpi4py's own, of which there are name, communicator and site
 
   static constexpr std::int64_t kUnknown = std::numeric_limits<std::int64_t>::max();
 };

@@ -278,7 +278,7 @@ class Watchdog {
     if (count == 0) return;
     const std::vector<Record> open = recorder.open();
     if (open.empty() || seconds_since(open.front().began) < kNoticeable) return;
-    if (interruptible) {
+    if (interruptible && !open.back().facts.mpi4pys) {
       given_up = open.back().number;
     } else if (std::exchange(interrupted_, open.front().number) == open.front().number || count > 1) {
       say(prefix() + "interrupted again: ending the job (MPI_Abort)\n");
@@ -314,7 +314,8 @@ class Watchdog {
     if (ranks([](auto& each) { return each.unreported(); }) && seconds_since(last_asked_) < kForAnswers + kOthersFirst)
       return;
     if (watch_.then == Then::kRaise) {
-      given_up = oldest.number;
+      if (given_up.exchange(oldest.number) < oldest.number && oldest.facts.mpi4pys)
+        say(prefix() + "goes on waiting: nothing can be raised inside " + oldest.text() + "\n");
       return;
     }
     say(prefix() + account_of_this_rank(watch_).lines +

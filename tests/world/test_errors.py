@@ -96,11 +96,11 @@ def test_a_traced_root(argument):
 # Operands and templates
 
 ON_OPERAND = {
-    "Send": lambda x: WORLD.Send(x, MPI.PROC_NULL),
-    "Ssend": lambda x: WORLD.Ssend(x, MPI.PROC_NULL),
-    "Recv": lambda x: WORLD.Recv(x, MPI.PROC_NULL),
-    "Sendrecv": lambda x: WORLD.Sendrecv(x, MPI.PROC_NULL, 0, X, MPI.PROC_NULL),
-    "Sendrecv_replace": lambda x: WORLD.Sendrecv_replace(x, MPI.PROC_NULL, 0, MPI.PROC_NULL),
+    "Send": lambda x: WORLD.Send(x, RANK),
+    "Ssend": lambda x: WORLD.Ssend(x, RANK),
+    "Recv": lambda x: WORLD.Recv(x, RANK),
+    "Sendrecv": lambda x: WORLD.Sendrecv(x, RANK, 0, X, RANK),
+    "Sendrecv_replace": lambda x: WORLD.Sendrecv_replace(x, RANK, 0, RANK),
 } | {
     name: lambda x, name=name: getattr(topology(WORLD, "torus") if "Neighbor" in name else WORLD, name)(x)
     for name in METHODS

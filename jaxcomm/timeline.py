@@ -265,7 +265,6 @@ def _in_world(group: MPI.Group) -> list[int | None]:
 
 
 _NAMES = {MPI.ANY_SOURCE: "ANY_SOURCE", MPI.PROC_NULL: "PROC_NULL", MPI.ROOT: "ROOT"}
-_WITHOUT_DATA = ("probe", "choose")  # what they return is about other messages
 
 
 def _peer(rank: int | None, members: Sequence[int | None]) -> int | str | None:
@@ -280,8 +279,6 @@ def _record(raw: tuple[Any, ...], communicators: dict[int, dict[str, Any]]) -> R
     record = Record(*raw)
     found = communicators.get(record.comm, {"ranks": []})
     members = found.get("peers", found["ranks"])
-    if record.operation in _WITHOUT_DATA:
-        record = record._replace(elements=0, dtype=None, bytes=0)
     return record._replace(
         root=_peer(record.root, members),
         dest=_peer(record.dest, members),

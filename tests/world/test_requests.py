@@ -949,6 +949,7 @@ def test_requests_outlive_their_communicator(end, jit):
     jaxcomm.flush()
 
 
+@two_ranks
 def test_who_is_cancelled_says_so():
     status = MPI.Status()
     receiving = WORLD.Irecv(jnp.ones(3), LEFT, 77)
